@@ -1,0 +1,32 @@
+# Everything runs in .venv, which the first target to need it makes. Override the interpreter: make PYTHON=python3.12 test
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# where this venv's packages are up to date with pyproject.toml
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint bench clean
+
+demo: $(STAMP)
+	$(BIN)/ddtree demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n auto
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m ddtree.analysis.benchmarks.build_tree
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "ddtree needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,lint]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo_output

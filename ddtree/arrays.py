@@ -1,0 +1,183 @@
+"""The common array interface: what kind of array something is, and the same memory as another kind.
+
+Nothing here imports CuPy or torch: a caller that passes such an array has imported them already. torch and foreign
+arrays (anything with ``__dlpack__``) become NumPy arrays where they lie on the CPU and CuPy arrays where they lie on a
+GPU, without a copy, and results go back the same way. bfloat16 is ``ml_dtypes.bfloat16`` on NumPy and CuPy arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+__all__ = [
+    "Device",
+    "array_kind",
+    "array_namespace",
+    "current_stream",
+    "device_of",
+    "dtype_name",
+    "export_array",
+    "import_array",
+    "to_numpy",
+    "use_stream_of",
+]
+
+ArrayKind = Literal["numpy", "cupy", "torch", "dlpack"]
+
+_DLPACK_CPU = (1, 3)  # kDLCPU, kDLCUDAHost
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
+class Device(NamedTuple):
+    """Where an array lies: ``("cpu", 0)`` or ``("cuda", index)``."""
+
+    type: str
+    index: int
+
+    def __str__(self) -> str:
+        return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
+
+
+def array_kind(array: Any) -> ArrayKind:
+    """Return ``"numpy"``, ``"cupy"``, ``"torch"``, or ``"dlpack"`` for anything else with ``__dlpack__``.
+
+    Raises
+    ------
+    TypeError
+        It is none of these: a list, a number, None.
+    """
+    if isinstance(array, np.ndarray):
+        return "numpy"
+    # A class from an array library can only be met once its library is loaded.
+    for name, cls in (("cupy", "ndarray"), ("torch", "Tensor")):
+        library = sys.modules.get(name)
+        if library is not None and isinstance(array, getattr(library, cls, ())):
+            return name  # type: ignore[return-value]
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__") and not isinstance(array, np.generic):
+        return "dlpack"
+    raise TypeError(
+        "must be a NumPy, CuPy or torch array, or anything with __dlpack__, "
+        f"got {type(array).__name__}; pass numpy.asarray(...) of it"
+    )
+
+
+def array_namespace(*arrays: Any) -> Any:
+    """Return the module whose functions work on all of ``arrays``: numpy, cupy or torch.
+
+    Raises
+    ------
+    TypeError
+        The arrays are of different kinds, or of a kind without a namespace here.
+    """
+    kinds = {array_kind(a) for a in arrays}
+    if len(kinds) != 1:
+        raise TypeError(f"arrays must be of one kind, got {sorted(kinds)}")
+    (kind,) = kinds
+    if kind == "dlpack":
+        raise TypeError("a DLPack array has no namespace here: pass it through import_array first")
+    return sys.modules[kind]
+
+
+def device_of(array: Any) -> Device:
+    """Return the device that ``array`` lies on."""
+    kind = array_kind(array)
+    if kind == "numpy":
+        return Device("cpu", 0)
+    if kind == "cupy":
+        return Device("cuda", int(array.device.id))
+    if kind == "torch":
+        return Device(str(array.device.type), int(array.device.index or 0))
+    code, index = array.__dlpack_device__()
+    if int(code) in _DLPACK_CPU:
+        return Device("cpu", 0)
+    return Device("cuda" if int(code) in _DLPACK_CUDA else f"dlpack-{int(code)}", int(index))
+
+
+def current_stream(array: Any) -> int | None:
+    """Return the CUDA stream, as an integer handle, on which ``array``'s library works now; None on the CPU."""
+    device = device_of(array)
+    if device.type != "cuda":
+        return None
+    if array_kind(array) == "torch":
+        return int(sys.modules["torch"].cuda.current_stream(device.index).cuda_stream)
+    return int(importlib.import_module("cupy").cuda.get_current_stream(device.index).ptr)
+
+
+def dtype_name(array: Any) -> str:
+    """Return the name of ``array``'s type without its library: ``"float32"``, ``"bfloat16"``, ``"int64"``."""
+    return str(array.dtype).rpartition(".")[2]
+
+
+def import_array(array: Any) -> Any:
+    """Return the same memory as a NumPy array (CPU) or a CuPy array (CUDA), without a copy.
+
+    Raises
+    ------
+    TypeError
+        Not an array, or a tensor that autograd watches.
+    ValueError
+        A device that neither NumPy nor CuPy reaches.
+    """
+    kind = array_kind(array)
+    if kind in ("numpy", "cupy"):
+        return array
+    device = device_of(array)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"must lie on the CPU or on a CUDA device, got {device}; move it with .cpu()")
+    bfloat16 = kind == "torch" and dtype_name(array) == "bfloat16"
+    if kind == "torch":
+        if array.requires_grad:
+            raise TypeError("must not require gradients: these operations have none; pass tensor.detach()")
+        # DLPack has no common bfloat16: its bits travel as int16.
+        array = array.view(sys.modules["torch"].int16) if bfloat16 else array
+    library = np if device.type == "cpu" else importlib.import_module("cupy")
+    try:
+        native = library.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise TypeError(f"cannot be shared through DLPack with {library.__name__}: {error}") from error
+    if not bfloat16:
+        return native
+    from ml_dtypes import bfloat16 as bfloat16_type
+
+    return native.view(bfloat16_type)
+
+
+def export_array(array: Any, like: Any) -> Any:
+    """Return ``array`` (NumPy or CuPy) as the kind of array that ``like`` is, without a copy.
+
+    A foreign DLPack array's caller gets a NumPy or CuPy array, which that library can take in by ``from_dlpack``.
+    """
+    if array_kind(like) != "torch":
+        return array
+    torch = sys.modules["torch"]
+    if dtype_name(array) == "bfloat16":
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
+def to_numpy(array: Any) -> np.ndarray[Any, Any]:
+    """Return ``array`` as NumPy: the same memory if it is on the CPU, a copy (which waits for the GPU) if not."""
+    if isinstance(array, np.ndarray):
+        return array
+    with use_stream_of(array):
+        native = import_array(array)
+        return native if isinstance(native, np.ndarray) else np.asarray(native.get())
+
+
+@contextlib.contextmanager
+def use_stream_of(array: Any) -> Iterator[None]:
+    """Make CuPy work on ``array``'s device and on the stream that its library works on now; nothing on the CPU."""
+    stream = current_stream(array)
+    if stream is None:
+        yield
+        return
+    cupy = importlib.import_module("cupy")
+    index = device_of(array).index
+    with cupy.cuda.Device(index), cupy.cuda.ExternalStream(stream, index):
+        yield

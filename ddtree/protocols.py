@@ -1,0 +1,237 @@
+"""The contract in types: what an array is, the signature of every operation, drafters and targets.
+
+Letters: B requests, L draft depth limit, K candidates a depth, N = 1 + budget node slots, V vocabulary, H heads,
+C kv_lora_rank, R qk_rope_head_dim, S page size. What each argument means stands once, in the docstring of the public
+function of the same name in :mod:`ddtree.ops`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from ddtree.trees import Acceptance, DraftTree
+
+__all__ = [
+    "OPS",
+    "AcceptTree",
+    "Array",
+    "BuildTree",
+    "ChooseTokens",
+    "CompactCache",
+    "DraftContext",
+    "Drafter",
+    "KVCache",
+    "Target",
+    "TargetOutput",
+    "TopkLogProbs",
+    "TreePositions",
+    "VerifyAttention",
+    "VisibilityWords",
+]
+
+
+@runtime_checkable
+class Array(Protocol):
+    """What NumPy, CuPy, torch and JAX arrays have in common."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def __dlpack__(self, *, stream: Any = None) -> Any: ...
+
+    def __dlpack_device__(self) -> tuple[Any, int]: ...
+
+
+class TopkLogProbs(Protocol):
+    """``topk_log_probs``: (B, L, V) logits → (B, L, K) log-probs and token ids."""
+
+    def __call__(self, logits: Any, k: int, *, vocab_size: int | None = None) -> tuple[Any, Any]: ...
+
+
+class BuildTree(Protocol):
+    """``build_tree``: (B, L, K) log-probs and token ids → a draft tree of ``budget`` nodes and the root."""
+
+    def __call__(self, log_probs: Any, token_ids: Any, root_token_ids: Any, *, budget: int) -> DraftTree: ...
+
+
+class VisibilityWords(Protocol):
+    """``visibility_words``: (B, N) parents → (B, N, ⌈N/32⌉) bits of who sees whom."""
+
+    def __call__(self, parents: Any, node_counts: Any) -> Any: ...
+
+
+class TreePositions(Protocol):
+    """``tree_positions``: (B, N) depths → (B, N) sequence positions."""
+
+    def __call__(self, depths: Any, prefix_lens: Any) -> Any: ...
+
+
+class VerifyAttention(Protocol):
+    """``verify_attention``: (B, N, H, C + R) queries over a paged latent cache → (B, N, H, C)."""
+
+    def __call__(
+        self,
+        q: Any,
+        kv_cache: Any,
+        page_table: Any,
+        prefix_lens: Any,
+        tree: DraftTree,
+        *,
+        scale: float,
+        kv_lora_rank: int,
+        out: Any = None,
+    ) -> Any: ...
+
+
+class ChooseTokens(Protocol):
+    """``choose_tokens``: (B, N, V) logits → (B, N) choices."""
+
+    def __call__(
+        self,
+        logits: Any,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        request_ids: Any = None,
+        positions: Any = None,
+    ) -> Any: ...
+
+
+class AcceptTree(Protocol):
+    """``accept_tree``: a tree and (B, N) choices → the accepted path and the bonus token."""
+
+    def __call__(
+        self, tree: DraftTree, target_token_ids: Any, *, remaining: Any = None, stop_token_ids: Any = None
+    ) -> Acceptance: ...
+
+
+class CompactCache(Protocol):
+    """``compact_cache``: move the accepted rows of a (layers, pages, S, C + R) cache up behind the prefix, in place."""
+
+    def __call__(self, kv_cache: Any, page_table: Any, prefix_lens: Any, acceptance: Acceptance) -> None: ...
+
+
+OPS: dict[str, type] = {
+    "topk_log_probs": TopkLogProbs,
+    "build_tree": BuildTree,
+    "visibility_words": VisibilityWords,
+    "tree_positions": TreePositions,
+    "verify_attention": VerifyAttention,
+    "choose_tokens": ChooseTokens,
+    "accept_tree": AcceptTree,
+    "compact_cache": CompactCache,
+}
+"""Every operation's name, which is also its function's and its file's in each backend, and its signature."""
+
+
+@dataclass
+class KVCache:
+    """A paged latent cache and who owns which of its pages.
+
+    Attributes
+    ----------
+    data : array, the model's dtype, shape (layers, pages, S, C + R)
+        Latent first, rotated key last. Unused rows may hold anything, NaN included.
+    page_table : array, int32, shape (B, max_pages)
+        Row r of request b is row ``r % S`` of page ``page_table[b, r // S]``.
+    prefix_lens : array, int32, shape (B,)
+        Committed rows of each request. The root's row is not among them: the next target pass writes it.
+    """
+
+    data: Any
+    page_table: Any
+    prefix_lens: Any
+
+
+@dataclass
+class TargetOutput:
+    """What a target pass over a tree gives.
+
+    Attributes
+    ----------
+    logits : array, float, shape (B, N, V)
+        Scores of the token after each node; anything in unused slots.
+    hidden_states : dict of int to array, float, shape (B, N, hidden_size)
+        Of the layers asked for: 0 is the embedding, i the output of layer i (counting from 1).
+    """
+
+    logits: Any
+    hidden_states: dict[int, Any] = field(default_factory=dict)
+
+
+class Target(Protocol):
+    """A model that checks draft trees. Prefill and one-token decoding are trees too: chains of n and of one node."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V; every token id lies in 0 … V − 1."""
+        ...
+
+    def new_cache(self, num_pages: int, page_size: int) -> Any:
+        """Return cache storage of shape (layers, num_pages, page_size, C + R); any content will do."""
+        ...
+
+    def forward(
+        self, tree: DraftTree, cache: KVCache, *, hidden_layers: tuple[int, ...] = (), last_only: bool = False
+    ) -> TargetOutput:
+        """Write row ``prefix_len + i`` of every node i of ``tree``, in every layer, and return the logits after each node.
+
+        Parameters
+        ----------
+        tree : DraftTree
+            The tokens, depths and visibility to run on.
+        cache : KVCache
+            Its page table has room for ``prefix_len + node_count`` rows of each request.
+        hidden_layers : tuple of int
+            Layers whose hidden states the caller wants.
+        last_only : bool
+            Logits of each request's last node alone, shape (B, 1, V), for a prefill.
+        """
+        ...
+
+
+@dataclass
+class DraftContext:
+    """What a drafter may look at, one entry a request of the current batch.
+
+    Attributes
+    ----------
+    request_ids : list of int
+        Who is in the batch, in order: each request's index among the prompts.
+    tokens : list of array, int32, shape (n,)
+        Every committed token: the prompt and what was emitted since. The last is the root, whose row is not in
+        the target's cache yet.
+    root_token_ids : array, int32, shape (B,)
+        The last committed token of each request.
+    hidden_states : list of dict of int to array, float, shape (rows, hidden_size)
+        The target's hidden states of the rows that the last pass added: the prompt's after the prefill, then those
+        of the accepted nodes alone. Of the layers in the drafter's ``hidden_layers``.
+    began : list of int
+        Requests that draft for the first time now.
+    ended : list of int
+        Requests that finished in the last round and do not come back.
+    """
+
+    request_ids: list[int]
+    tokens: list[Any]
+    root_token_ids: Any
+    hidden_states: list[dict[int, Any]]
+    began: list[int]
+    ended: list[int]
+
+
+class Drafter(Protocol):
+    """Any callable ``(context, depth, topk) -> (log_probs, token_ids)``.
+
+    Both results have shape (B, depth, k) with 1 ≤ k ≤ ``topk``, as :func:`ddtree.build_tree` takes them: float32
+    log-probs ≤ 0, non-increasing along k, and int32 ids distinct within a depth; from the first −inf on, nothing is
+    drafted at that depth. A drafter that wants the target's hidden states has an attribute ``hidden_layers``, a tuple
+    of int.
+    """
+
+    def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[Any, Any]: ...

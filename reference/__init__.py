@@ -1,0 +1,25 @@
+"""The rules, in NumPy: one short file an operation, written to be read beside a paper.
+
+Every function has the name, the arguments and the meaning of the public one in :mod:`ddtree`, which checks arguments
+and carries the full docstring; these trust their caller.
+"""
+
+from ddtree.reference.accept_tree import accept_tree
+from ddtree.reference.build_tree import build_tree
+from ddtree.reference.choose_tokens import choose_tokens
+from ddtree.reference.compact_cache import compact_cache
+from ddtree.reference.topk_log_probs import topk_log_probs
+from ddtree.reference.tree_positions import tree_positions
+from ddtree.reference.verify_attention import verify_attention
+from ddtree.reference.visibility_words import visibility_words
+
+__all__ = [
+    "accept_tree",
+    "build_tree",
+    "choose_tokens",
+    "compact_cache",
+    "topk_log_probs",
+    "tree_positions",
+    "verify_attention",
+    "visibility_words",
+]
