@@ -35,13 +35,13 @@ _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
 class Device(NamedTuple):
-    """Where an array lies: ``("cpu", 0)`` or ``("cuda", index)``."""
+    """Where an array lies: ``("cpu", 0)`` or ``("cuda", number)``."""
 
     type: str
-    index: int
+    number: int
 
     def __str__(self) -> str:
-        return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
+        return self.type if self.type == "cpu" else f"{self.type}:{self.number}"
 
 
 def array_kind(array: Any) -> ArrayKind:
@@ -105,8 +105,8 @@ def current_stream(array: Any) -> int | None:
     if device.type != "cuda":
         return None
     if array_kind(array) == "torch":
-        return int(sys.modules["torch"].cuda.current_stream(device.index).cuda_stream)
-    return int(importlib.import_module("cupy").cuda.get_current_stream(device.index).ptr)
+        return int(sys.modules["torch"].cuda.current_stream(device.number).cuda_stream)
+    return int(importlib.import_module("cupy").cuda.get_current_stream(device.number).ptr)
 
 
 def dtype_name(array: Any) -> str:
@@ -178,6 +178,6 @@ def use_stream_of(array: Any) -> Iterator[None]:
         yield
         return
     cupy = importlib.import_module("cupy")
-    index = device_of(array).index
+    index = device_of(array).number
     with cupy.cuda.Device(index), cupy.cuda.ExternalStream(stream, index):
         yield

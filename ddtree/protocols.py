@@ -179,7 +179,7 @@ class Target(Protocol):
     def forward(
         self, tree: DraftTree, cache: KVCache, *, hidden_layers: tuple[int, ...] = (), last_only: bool = False
     ) -> TargetOutput:
-        """Write row ``prefix_len + i`` of every node i of ``tree``, in every layer, and return the logits after each node.
+        """Write row ``prefix_len + i`` of every node i, in every layer, and return the logits after each node.
 
         Parameters
         ----------

@@ -156,8 +156,7 @@ def tree_from_parents(token_ids: Any, parents: Any, node_counts: Any = None) -> 
     token_ids, parents = np.asarray(token_ids), np.asarray(parents)
     if token_ids.ndim != 2 or token_ids.shape != parents.shape or token_ids.shape[1] == 0:
         raise ValueError(
-            "token_ids and parents must have one shape (B, N) with N >= 1, "
-            f"got {token_ids.shape} and {parents.shape}"
+            f"token_ids and parents must have one shape (B, N) with N >= 1, got {token_ids.shape} and {parents.shape}"
         )
     B, N = token_ids.shape
     counts = np.full(B, N, np.int32) if node_counts is None else np.asarray(node_counts).astype(np.int32)
@@ -209,4 +208,6 @@ def chain_tree(token_ids: Any, node_counts: Any = None) -> DraftTree:
         On the host. Its target pass is a prefill for N > 1 and a one-token decode for N = 1.
     """
     token_ids = np.asarray(token_ids)
-    return tree_from_parents(token_ids, np.broadcast_to(np.arange(-1, token_ids.shape[-1] - 1), token_ids.shape), node_counts)
+    return tree_from_parents(
+        token_ids, np.broadcast_to(np.arange(-1, token_ids.shape[-1] - 1), token_ids.shape), node_counts
+    )

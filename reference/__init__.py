@@ -8,6 +8,21 @@ from ddtree.reference.accept_tree import accept_tree
 from ddtree.reference.build_tree import build_tree
 from ddtree.reference.choose_tokens import choose_tokens
 from ddtree.reference.compact_cache import compact_cache
+from ddtree.reference.find_draft_fault import find_draft_fault
+from ddtree.reference.find_tree_fault import find_tree_fault
+from ddtree.reference.mla import mla
+from ddtree.reference.moe_experts import moe_experts
+from ddtree.reference.rms_norm import rms_norm
+from ddtree.reference.rope import (
+    deinterleave,
+    rope_cos_sin,
+    rope_frequencies,
+    rotate_halves,
+    rotate_pairs,
+    yarn_mscale,
+)
+from ddtree.reference.route_experts import route_experts
+from ddtree.reference.swiglu import swiglu
 from ddtree.reference.topk_log_probs import topk_log_probs
 from ddtree.reference.tree_positions import tree_positions
 from ddtree.reference.verify_attention import verify_attention
@@ -18,8 +33,21 @@ __all__ = [
     "build_tree",
     "choose_tokens",
     "compact_cache",
+    "deinterleave",
+    "find_draft_fault",
+    "find_tree_fault",
+    "mla",
+    "moe_experts",
+    "rms_norm",
+    "rope_cos_sin",
+    "rope_frequencies",
+    "rotate_halves",
+    "rotate_pairs",
+    "route_experts",
+    "swiglu",
     "topk_log_probs",
     "tree_positions",
     "verify_attention",
     "visibility_words",
+    "yarn_mscale",
 ]

@@ -14,7 +14,8 @@ __all__ = ["build_tree"]
 def drafted_widths(log_probs: NDArray[np.float32]) -> NDArray[np.int32]:
     """Candidates of each depth before its first NaN or −inf: int32 (B, L)."""
     ends = ~(log_probs > -np.inf)  # a NaN compares false
-    return np.where(ends.any(-1), ends.argmax(-1), log_probs.shape[-1]).astype(np.int32)
+    widths = np.where(ends.any(-1), ends.argmax(-1), log_probs.shape[-1]) if ends.size else np.zeros(ends.shape[:2])
+    return np.asarray(widths, np.int32)
 
 
 def build_tree(
@@ -24,7 +25,7 @@ def build_tree(
     *,
     budget: int,
 ) -> DraftTree:
-    """Take the first ``budget`` rank paths in order of score, then of the path itself. See :func:`ddtree.build_tree`."""
+    """Take the first ``budget`` rank paths by score, then by the path itself. See :func:`ddtree.build_tree`."""
     B, L, K = log_probs.shape
     N = 1 + budget
     tokens = np.full((B, N), -1, np.int32)
@@ -43,7 +44,7 @@ def build_tree(
             depth = len(path)
             if depth <= L and path[-1] < widths[b, depth - 1]:
                 score = scores[b, parent] + np.float64(log_probs[b, depth - 1, path[-1]])
-                # Tuples compare as the contract's order does: lower negated score first, then the path, prefixes first.
+                # Tuples compare as the contract's order does: lower negated score first, then path, prefixes first.
                 heapq.heappush(heap, (-float(score), path, parent))
 
         push(0, (0,))

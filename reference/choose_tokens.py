@@ -16,7 +16,7 @@ MASS_ONE = 2.0**40
 
 
 def gumbel_noise(vocab: int, seed: int, request_id: int, position: int) -> NDArray[np.float64]:
-    """Standard Gumbel noise for each token: token v takes word ``v % 4`` of counter ``(v // 4, position, request_id)``."""
+    """Standard Gumbel noise of each token: token v takes word ``v % 4`` of counter (v // 4, position, request id)."""
     blocks = np.arange((vocab + 3) // 4, dtype=np.uint32)
     counter = np.empty((len(blocks), 4), np.uint32)
     counter[:, 0], counter[:, 1] = blocks, position
@@ -27,7 +27,7 @@ def gumbel_noise(vocab: int, seed: int, request_id: int, position: int) -> NDArr
 
 
 def nucleus(z: NDArray[np.float64], top_p: float) -> NDArray[np.bool_]:
-    """Tokens kept by top-p: those before which, by (z descending, id ascending), lies less than ``top_p`` of the mass."""
+    """Tokens kept by top-p: by (z descending, id ascending), less than ``top_p`` of the mass lies before them."""
     masses = np.floor(portable_exp(z) * MASS_ONE).astype(np.int64)
     order = np.argsort(-z, kind="stable")
     before = np.cumsum(masses[order]) - masses[order]
@@ -45,7 +45,7 @@ def choose_tokens(
     request_ids: NDArray[np.int64] | None = None,
     positions: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
-    """Argmax of the logits, or of ``logits / temperature`` plus noise keyed by place. See :func:`ddtree.choose_tokens`."""
+    """Argmax of the logits, or of logits / temperature plus keyed noise. See :func:`ddtree.choose_tokens`."""
     B, N, V = logits.shape
     chosen = np.full((B, N), -1, np.int32)
     for b in range(B):

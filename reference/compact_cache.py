@@ -16,7 +16,7 @@ def compact_cache(
     prefix_lens: NDArray[np.int32],
     acceptance: Acceptance,
 ) -> None:
-    """Row ``prefix_len + node_indices[k]`` becomes row ``prefix_len + k``, in place. See :func:`ddtree.compact_cache`."""
+    """Row prefix_len + node_indices[k] becomes row prefix_len + k, in place. See :func:`ddtree.compact_cache`."""
     page_size = kv_cache.shape[2]
     for b in range(len(prefix_lens)):
         length = int(acceptance.lengths[b])

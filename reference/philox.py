@@ -1,4 +1,4 @@
-"""Philox4x32-10, a counter-based random generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)."""
+"""Philox4x32-10, a counter-based random generator (Salmon et al., "Parallel random numbers", SC 2011)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,11 @@ def philox4x32(counter: NDArray[np.uint32], key: tuple[int, int]) -> NDArray[np.
     k0, k1 = key
     for _ in range(10):
         p0, p1 = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ np.uint64(k0), p1 & LOW, (p0 >> 32) ^ c3 ^ np.uint64(k1), p0 & LOW
+        c0, c1, c2, c3 = (
+            (p1 >> np.uint64(32)) ^ c1 ^ np.uint64(k0),
+            p1 & LOW,
+            (p0 >> np.uint64(32)) ^ c3 ^ np.uint64(k1),
+            p0 & LOW,
+        )
         k0, k1 = (k0 + WEYL[0]) & 0xFFFFFFFF, (k1 + WEYL[1]) & 0xFFFFFFFF
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)

@@ -11,7 +11,7 @@ __all__ = ["topk_log_probs"]
 def topk_log_probs(
     logits: NDArray[Any], k: int, *, vocab_size: int | None = None
 ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """Order by logit descending, then id ascending; log-softmax over the whole vocabulary. See :func:`ddtree.topk_log_probs`."""
+    """By logit descending, then id ascending; log-softmax over all of V. See :func:`ddtree.topk_log_probs`."""
     B, L, width = logits.shape
     V = width if vocab_size is None else vocab_size
     log_probs = np.full((B, L, k), -np.inf, np.float32)

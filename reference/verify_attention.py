@@ -1,4 +1,4 @@
-"""Verify attention: multi-head latent attention, absorbed, of tree nodes over a paged cache (DeepSeek-V2, arXiv 2405.04434)."""
+"""Verify attention: absorbed multi-head latent attention of tree nodes (DeepSeek-V2, arXiv 2405.04434)."""
 
 from typing import Any
 

@@ -1,0 +1,45 @@
+"""The ``ddtree`` command."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from typing import Any
+
+import click
+
+from ddtree import BackendUnavailable, __version__
+from ddtree.cli.demo import demo
+from ddtree.cli.info import info
+from ddtree.cli.kdtr import kdtr
+from ddtree.kdtr import KdtrError
+
+__all__ = ["main"]
+
+
+class _Group(click.Group):
+    """Says what a user can mend in one line, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (BackendUnavailable, KdtrError) as error:
+            raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader has gone: click ends quietly
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            raise click.ClickException(f"{where}{error.strerror or error}") from error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ddtree")
+def main() -> None:
+    """Tree-structured speculative decoding: references, kernels held equal to them, an engine, and its analysis."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # τ on a terminal that has none is no reason to stop
+
+
+for command in (demo, info, kdtr):
+    main.add_command(command)

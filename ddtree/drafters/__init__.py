@@ -1,0 +1,6 @@
+"""Drafters: callables ``(context, depth, topk) -> (log_probs, token_ids)``; a function of your own will do as well."""
+
+from ddtree.drafters.ngram import NgramDrafter
+from ddtree.drafters.oracle import NoiseLaw, OracleDrafter
+
+__all__ = ["NgramDrafter", "NoiseLaw", "OracleDrafter"]

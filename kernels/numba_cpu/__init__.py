@@ -1,0 +1,45 @@
+"""Kernels for the CPU, compiled by numba when they are first asked for.
+
+Importing this package imports neither numba nor a kernel: each name below loads the module of that name, which compiles
+its function or takes it from numba's cache.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+__all__ = [  # noqa: F822 - __getattr__ provides them
+    "accept_tree",
+    "build_tree",
+    "choose_tokens",
+    "compact_cache",
+    "find_draft_fault",
+    "find_tree_fault",
+    "topk_log_probs",
+    "tree_positions",
+    "verify_attention",
+    "visibility_words",
+]
+
+
+class _Package(ModuleType):
+    """A package whose functions keep their names from the modules that they are in."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Whoever loads a module has the import system set it as an attribute of its package, where the function belongs.
+        super().__setattr__(name, getattr(value, name) if name in __all__ and isinstance(value, ModuleType) else value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    """Return the function ``name``, from the module of that name."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{name}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

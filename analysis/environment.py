@@ -1,0 +1,129 @@
+"""What this machine offers: versions, devices, and which backends can work here."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddtree.backends import BACKENDS, BackendUnavailable, get_backend
+from ddtree.protocols import OPS
+
+__all__ = ["BackendState", "backend_states", "devices", "versions"]
+
+PACKAGES = {
+    "numpy": ("numpy",),
+    "ml_dtypes": ("ml_dtypes",),
+    "numba": ("numba",),
+    "matplotlib": ("matplotlib",),
+    "rich": ("rich",),
+    "click": ("click",),
+    "numba-cuda": ("numba-cuda",),
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "torch": ("torch",),
+}
+"""Libraries that ddtree works with, and the names under which they may be installed."""
+
+
+@dataclass(frozen=True)
+class BackendState:
+    """One of our backends, as it stands here.
+
+    Attributes
+    ----------
+    name : str
+        What ``backend=`` takes.
+    array_kind : str
+        Arrays that it works on.
+    ops : tuple of str
+        Operations that it has, whether or not it can work here.
+    reason : str or None
+        Why it cannot work here; None if it can.
+    install : str
+        The command that brings its library; empty if it needs none.
+    """
+
+    name: str
+    array_kind: str
+    ops: tuple[str, ...]
+    reason: str | None
+    install: str
+
+
+def versions() -> dict[str, str | None]:
+    """Version of ddtree, Python and each library, None where it is not installed. Nothing is imported."""
+    from ddtree import __version__
+
+    return {"ddtree": __version__, "python": platform.python_version()} | {
+        name: next(filter(None, map(_version, distributions)), None) for name, distributions in PACKAGES.items()
+    }
+
+
+def devices() -> list[str]:
+    """The CPU and, as NVIDIA's driver lists them, the GPUs: one line each."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count()
+    return [f"CPU: {_cpu_name()}, {cores} cores", *(f"GPU {line}" for line in _gpus())]
+
+
+@functools.cache
+def backend_states() -> tuple[BackendState, ...]:
+    """Every backend of ours, in the order of ``BACKENDS``."""
+    return tuple(
+        BackendState(name, known.array_kind, _ops(known.module), _why_not(name), known.install)
+        for name, known in BACKENDS.items()
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(errors="replace"), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    """Lines such as "0: NVIDIA H200, compute capability 9.0, 143771 MiB, driver 570.1"; none without the driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=index,name,compute_cap,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = (line.split(", ") for line in result.stdout.splitlines() if line.count(", ") == 4)
+    return [f"{i}: {name}, compute capability {cc}, {memory}, driver {driver}" for i, name, cc, memory, driver in rows]
+
+
+def _ops(module: str) -> tuple[str, ...]:
+    public = importlib.import_module(module).__all__  # the packages are light, whatever is installed
+    return tuple(op for op in OPS if op in public)
+
+
+def _why_not(name: str) -> str | None:
+    try:
+        backend = get_backend(name)
+        if backend.array_kind == "cupy" and not importlib.import_module("cupy").cuda.runtime.getDeviceCount():
+            return f"backend {name!r} needs a CUDA device, and there is none"
+    except BackendUnavailable as error:
+        return str(error)
+    except Exception as error:  # CuPy missing under numba_cuda, or whatever the CUDA runtime raises without a driver
+        return f"backend {name!r} needs CuPy and a CUDA device ({error}): {BACKENDS[name].install}"
+    return None if backend.ops else f"backend {name!r} has no operation yet"

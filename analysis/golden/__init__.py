@@ -1,0 +1,1 @@
+"""How the golden models that the tests compare with are made."""

@@ -1,0 +1,301 @@
+"""What the public operations check, and how a call reaches its backend and its results come back.
+
+Validation stands here and nowhere else: references and kernels trust their caller.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from ddtree.arrays import Device, device_of, dtype_name, export_array, import_array, to_numpy, use_stream_of
+from ddtree.backends import Backend, select_backend
+from ddtree.trees import Acceptance, DraftTree
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTS = ("int32", "int64")
+INT32_MAX = 2**31 - 1
+
+_TREE_ARRAYS: dict[str, tuple[tuple[str, ...], str]] = {
+    "token_ids": (("B", "N"), "int32"),
+    "parents": (("B", "N"), "int32"),
+    "depths": (("B", "N"), "int32"),
+    "ranks": (("B", "N"), "int32"),
+    "scores": (("B", "N"), "float64"),
+    "node_counts": (("B",), "int32"),
+    "visibility_words": (("B", "N", "W"), "uint32"),
+}
+
+
+class Call:
+    """One call of an operation: its arrays as the backend takes them, the checks, and the way back."""
+
+    def __init__(
+        self,
+        op: str,
+        backend: str | Backend | None,
+        named: dict[str, Any],
+        record: DraftTree | Acceptance | None = None,
+    ) -> None:
+        self.arrays: dict[str, Any] = {}
+        self.dims: dict[str, int] = {}
+        self.op = op
+        expected = Acceptance if op == "compact_cache" else DraftTree
+        self._record_name = "acceptance" if op == "compact_cache" else "tree"
+        if record is None and op in ("verify_attention", "accept_tree", "compact_cache"):
+            raise TypeError(f"{self._record_name} must be a ddtree.{expected.__name__}, got None")
+        if record is not None and not isinstance(record, expected):
+            raise TypeError(f"{self._record_name} must be a ddtree.{expected.__name__}, got {type(record).__name__}")
+        everything = dict(named)
+        if record is not None:
+            everything |= {
+                f"{self._record_name}.{f.name}": getattr(record, f.name)
+                for f in fields(record)
+                if f.name not in ("max_depth", "num_candidates")
+            }
+        self.like = next(iter(named.values()))
+        devices: dict[str, Device] = {}
+        for name, array in everything.items():
+            try:
+                devices[name] = device_of(array)
+                self.arrays[name] = import_array(array)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{name} {error}") from error
+        first = next(iter(devices))
+        self.device = devices[first]
+        for name, device in devices.items():
+            if device != self.device:
+                raise ValueError(f"{name} lies on {device} but {first} on {self.device}: move them to one device")
+        self.record = record and replace(
+            record,
+            **{
+                f.name: self.arrays[f"{self._record_name}.{f.name}"]
+                for f in fields(record)
+                if f"{self._record_name}.{f.name}" in self.arrays
+            },
+        )
+        self.backend = select_backend(op, backend, self.device)
+        if (self.backend.array_kind == "numpy") != (self.device.type == "cpu") and self.backend.array_kind != "torch":
+            wants = "on the CPU" if self.backend.array_kind == "numpy" else "on a CUDA device"
+            raise ValueError(f"backend {self.backend.name!r} takes arrays {wants}, got {first} on {self.device}")
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arrays[name]
+
+    @property
+    def tree(self) -> DraftTree:
+        assert isinstance(self.record, DraftTree)
+        return self.record
+
+    @property
+    def acceptance(self) -> Acceptance:
+        assert isinstance(self.record, Acceptance)
+        return self.record
+
+    def check(self, name: str, shape: tuple[str, ...], dtypes: tuple[str, ...], *, written: bool = False) -> None:
+        """Type, shape (a letter seen before keeps its size), layout, and whether it may be written."""
+        array = self.arrays[name]
+        if dtype_name(array) not in dtypes:
+            raise TypeError(f"{name} must be of type {' or '.join(dtypes)}, got {dtype_name(array)}")
+        known = tuple(self.dims.get(letter) for letter in shape)
+        if array.ndim != len(shape) or any(
+            d is not None and d != got for d, got in zip(known, array.shape, strict=True)
+        ):
+            wanted = ", ".join(s if d is None else f"{s} = {d}" for s, d in zip(shape, known, strict=True))
+            raise ValueError(f"{name} must have shape ({wanted}{',' * (len(shape) == 1)}), got {tuple(array.shape)}")
+        self.dims |= dict(zip(shape, map(int, array.shape), strict=True))
+        if not array.flags.c_contiguous:
+            raise ValueError(
+                f"{name} must be C-contiguous, got strides {tuple(array.strides)} bytes "
+                f"for shape {tuple(array.shape)}; pass a contiguous copy"
+            )
+        if written and not getattr(array.flags, "writeable", True):
+            raise ValueError(f"{name} must be writable, got a read-only array")
+
+    def check_record(self, record: str, wanted: dict[str, tuple[tuple[str, ...], str]]) -> None:
+        for field, (shape, dtype) in wanted.items():
+            self.check(f"{record}.{field}", shape, (dtype,))
+
+    def check_tree(self) -> None:
+        self.check_record("tree", _TREE_ARRAYS)
+        words = (self.dims["N"] + 31) // 32
+        if self.dims["W"] != words:
+            raise ValueError(
+                f"tree.visibility_words must have {words} words a row for N = {self.dims['N']}, got {self.dims['W']}"
+            )
+
+    def validates(self, validate: bool | None) -> bool:
+        return self.device.type == "cpu" if validate is None else bool(validate)
+
+    def check_range(self, name: str, low: int, high: int, where: Any = True) -> None:
+        array = to_numpy(self.arrays[name])
+        wrong = ((array < low) | (array > high)) & where
+        if wrong.any():
+            place = first(wrong)
+            index = ", ".join(map(str, place))
+            raise ValueError(f"{name}[{index}] must be in {low} … {high}, got {int(array[place])}")
+
+    def narrow(self, *names: str) -> None:
+        """Make int64 arrays int32, which every backend takes."""
+        for name in names:
+            if dtype_name(self.arrays[name]) == "int64":
+                self.arrays[name] = self.arrays[name].astype(np.int32)
+
+    def run(self, launch: Callable[[Callable[..., Any]], Any]) -> Any:
+        """Let the backend work, on the caller's stream, and return what it gives as the caller's kind of array."""
+        op = self.backend.op(self.op)
+        if self.backend.array_kind == "torch":
+            torch_like = _torch_like(self.device)
+            self.arrays = {name: export_array(array, torch_like) for name, array in self.arrays.items()}
+            self.record = self.record and _map_record(self.record, lambda a: export_array(a, torch_like))
+        with use_stream_of(self.like):
+            result = launch(op)
+            return _map_result(result, lambda a: export_array(import_array(a), self.like))
+
+
+def _torch_like(device: Device) -> Any:
+    import torch
+
+    return torch.empty(0, device=str(device))
+
+
+def _map_record(record: Any, change: Callable[[Any], Any]) -> Any:
+    arrays = {f.name: getattr(record, f.name) for f in fields(record) if f.name not in ("max_depth", "num_candidates")}
+    return replace(record, **{name: change(array) for name, array in arrays.items()})
+
+
+def _map_result(result: Any, change: Callable[[Any], Any]) -> Any:
+    if result is None:
+        return None
+    if isinstance(result, DraftTree | Acceptance):
+        return _map_record(result, change)
+    if isinstance(result, tuple):
+        return tuple(change(a) for a in result)
+    return change(result)
+
+
+def integer(name: str, value: Any, low: int, high: int, high_is: str = "") -> int:
+    if isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__} {value!r}") from None
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be in {low} … {high}{f' ({high_is})' if high_is else ''}, got {number}")
+    return number
+
+
+def real(name: str, value: Any, least: float = -math.inf) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}") from None
+    if not math.isfinite(number) or number < least:
+        wanted = "finite" if least == -math.inf else f"finite and at least {least:g}"
+        raise ValueError(f"{name} must be {wanted}, got {number}")
+    return number
+
+
+def first(wrong: Any) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argwhere(wrong)[0])
+
+
+def _checkers(call: Call) -> Any:
+    """Who looks at values: compiled code, unless the pure NumPy reference was asked for (which then needs no numba)."""
+    if call.backend.name == "reference":
+        from ddtree import reference
+
+        return reference
+    from ddtree.kernels import numba_cpu
+
+    return numba_cpu
+
+
+def check_draft(call: Call, vocab_size: int) -> None:
+    log_probs, token_ids = to_numpy(call["log_probs"]), to_numpy(call["token_ids"])
+    code, b, d, k = (int(x) for x in _checkers(call).find_draft_fault(log_probs, token_ids, vocab_size))
+    if code == 0:
+        return
+    place = f"[{b}, {d}, {k}]"
+    if code == 1:
+        raise ValueError(f"log_probs{place} must be at most 0, got {log_probs[b, d, k]}: pass log-probs, not logits")
+    if code == 2:
+        raise ValueError(
+            f"log_probs{place} = {log_probs[b, d, k]} must not exceed its left neighbour {log_probs[b, d, k - 1]}: "
+            "sort each depth, likeliest first (topk_log_probs does)"
+        )
+    if code == 3:
+        limit = INT32_MAX if vocab_size < 0 else vocab_size - 1
+        raise ValueError(f"token_ids{place} must be in 0 … {limit}, got {int(token_ids[b, d, k])}")
+    first = int(np.flatnonzero(token_ids[b, d] == token_ids[b, d, k])[0])
+    raise ValueError(
+        f"token_ids{place} = {int(token_ids[b, d, k])} already stands at rank {first}: ids of a depth must be distinct"
+    )
+
+
+def check_parents(call: Call, record: str) -> None:
+    """Counts in 1 … N, and every parent an earlier node."""
+    N = call.dims["N"]
+    counts, parents = to_numpy(call[f"{record}node_counts"]), to_numpy(call[f"{record}parents"])
+    call.check_range(f"{record}node_counts", 1, N)
+    slots = np.arange(N)
+    used = (slots > 0) & (slots < counts[:, None])
+    wrong = used & ((parents < 0) | (parents >= slots))
+    if wrong.any():
+        b, i = first(wrong)
+        raise ValueError(f"{record}parents[{b}, {i}] must be in 0 … {i - 1}, an earlier node, got {int(parents[b, i])}")
+
+
+def check_tree_values(call: Call) -> None:
+    """Parents, depths and tokens of a tree that the caller may have made."""
+    check_parents(call, "tree.")
+    tree = call.tree
+    counts, parents, depths = (to_numpy(a) for a in (tree.node_counts, tree.parents, tree.depths))
+    slots = np.arange(call.dims["N"])
+    used = slots < counts[:, None]
+    expected = np.where(slots > 0, np.take_along_axis(depths, np.maximum(parents, 0), 1) + 1, 0)
+    wrong = used & ((depths != expected) | (depths > tree.max_depth))
+    if wrong.any():
+        b, i = first(wrong)
+        wanted = f"{int(expected[b, i])}, one more than its parent's, and at most max_depth = {tree.max_depth}"
+        raise ValueError(f"tree.depths[{b}, {i}] must be {wanted}, got {int(depths[b, i])}")
+    call.check_range("tree.token_ids", 0, INT32_MAX, where=used)
+
+
+def check_visibility(call: Call) -> None:
+    """Visibility of a tree whose parents have been checked: what the parents say, and nothing else."""
+    counts, parents, words = (to_numpy(call[f"tree.{f}"]) for f in ("node_counts", "parents", "visibility_words"))
+    wrong = (_checkers(call).visibility_words(parents, counts) != words).any(-1)
+    if wrong.any():
+        b, i = first(wrong)
+        raise ValueError(f"tree.visibility_words[{b}, {i}] must be what the parents say (see visibility_words)")
+
+
+def check_pages(call: Call, window: Any, *, written: bool = False) -> None:
+    """Every row below ``prefix_len + window`` has a page; pages that are written belong to one request."""
+    S, max_pages, pages = call.dims["S"], call.dims["max_pages"], call.dims["pages"]
+    table, prefix = to_numpy(call["page_table"]), to_numpy(call["prefix_lens"]).astype(np.int64)
+    call.check_range("prefix_lens", 0, INT32_MAX)
+    rows = prefix + window
+    if (rows > S * max_pages).any():
+        (b,) = first(rows > S * max_pages)
+        raise ValueError(
+            f"page_table has room for {S * max_pages} rows a request ({max_pages} pages of {S}), "
+            f"but request {b} needs {int(rows[b])}: prefix {int(prefix[b])} and {int(rows[b] - prefix[b])} of the tree"
+        )
+    places = np.arange(max_pages)
+    call.check_range("page_table", 0, pages - 1, where=places < -(-rows[:, None] // max(S, 1)))
+    if written and S > 0:
+        inside = (places >= prefix[:, None] // S) & (places < -(-rows[:, None] // S)) & (window[:, None] > 0)
+        owned, uses = np.unique(table[inside], return_counts=True)
+        if (uses > 1).any():
+            raise ValueError(
+                f"page_table: page {int(owned[uses > 1][0])} holds rows of two verify windows; "
+                "a page that is written must belong to one request"
+            )

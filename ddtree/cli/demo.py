@@ -1,0 +1,165 @@
+"""``ddtree demo``: run everything once, show expected beside got, and write figures."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ddtree.analysis.acceptance import TauTable
+    from ddtree.analysis.demo import Findings, Settings
+
+
+class _NoFolder(click.ClickException):
+    exit_code = 2
+
+
+@click.command()
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("demo_output"),
+    show_default=True,
+    metavar="DIR",
+    help="Where figures and results.json go.",
+)
+@click.option("--quick", is_flag=True, help="Fewer texts, budgets and examples.")
+def demo(output: Path, quick: bool) -> None:
+    """Check decoding and every backend, and plot acceptance.
+
+    Exits with 1 if anything is not as expected, and with 2 if DIR cannot be written.
+    """
+    _check_writable(output)
+    from rich.console import Console
+
+    from ddtree.analysis.demo import FULL, QUICK
+
+    console = Console(highlight=False)
+    settings = QUICK if quick else FULL
+    findings = _run(console, settings)
+    written = _write(output, settings, findings)
+
+    console.print(_tau_table(findings))
+    console.print(_check_table(findings))
+    for found in findings.values():
+        for note in found.notes:
+            console.print(note, markup=False)
+    console.print(f"\nWritten to {output.resolve()}: {', '.join(written)}", markup=False, soft_wrap=True)
+    checks = [check for found in findings.values() for check in found.checks]
+    wrong = [check.name for check in checks if not check.ok]
+    if wrong:
+        raise click.ClickException(f"{len(wrong)} of {len(checks)} checks failed: {'; '.join(wrong)}")
+    console.print(f"All {len(checks)} checks are as expected.")
+
+
+def _check_writable(folder: Path) -> None:
+    """Make the folder and a file in it, before any work."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _NoFolder(f"{folder} cannot be written ({error.strerror}): choose another with --output") from error
+
+
+def _run(console: Console, settings: Settings) -> dict[str, Findings]:
+    """Run the stages; one display shows which is under way, and a line stays of each that is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from ddtree.analysis.demo import STAGES, run_stage
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    findings = {}
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(STAGES))
+        for name in STAGES:
+            progress.update(task, description=name)
+            found = findings[name] = run_stage(name, settings)
+            good = sum(check.ok for check in found.checks)
+            console.print(f"{name:<22} {good:>2} of {len(found.checks):>2} checks ok {found.seconds:6.1f} s")
+            progress.advance(task)
+    return findings
+
+
+def _write(folder: Path, settings: Settings, findings: dict[str, Findings]) -> list[str]:
+    """Write the figures and results.json, each whole or not at all; return the names."""
+    from ddtree.analysis.acceptance import AcceptanceTable
+    from ddtree.analysis.demo import draw
+    from ddtree.analysis.environment import devices, versions
+    from ddtree.analysis.figures import save
+    from ddtree.kdtr import atomic_write
+
+    drawings = draw(findings)
+    for name, drawing in drawings.items():
+        save(drawing.figure, folder / name)
+
+    def as_json(found: Findings) -> dict[str, Any]:
+        tables = {
+            name: {"level": table.level, "rows": table.records()}
+            | ({"tau": table.tau, "n_rounds": table.n_rounds} if isinstance(table, AcceptanceTable) else {})
+            for name, table in found.tables.items()
+        }
+        checks = [asdict(check) for check in found.checks]
+        rest = {"notes": found.notes, "seconds": round(found.seconds, 2), "error": found.error}
+        return {"checks": checks, "tables": tables, **rest}
+
+    document = {
+        "ok": all(check.ok for found in findings.values() for check in found.checks),
+        "versions": versions(),
+        "devices": devices(),
+        "settings": asdict(settings),
+        "stages": {name: as_json(found) for name, found in findings.items()},
+    }
+    with atomic_write(folder / "results.json") as file:
+        file.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+    return [*drawings, "results.json"]
+
+
+def _tau_table(findings: dict[str, Findings]) -> Table:
+    """τ of every sweep: a row a budget, a column a sweep and mode."""
+    from rich import box
+    from rich.table import Table
+
+    from ddtree.analysis.acceptance import TauTable
+
+    sweeps: dict[str, TauTable] = {
+        name: table
+        for found in findings.values()
+        for name, table in found.tables.items()
+        if isinstance(table, TauTable)
+    }
+    table = Table(box=box.SIMPLE_HEAD, title="τ, tokens emitted a round, by node budget", title_justify="left")
+    table.add_column("node\nbudget", justify="right")
+    columns = []
+    for name, sweep in sweeps.items():
+        for mode in dict.fromkeys(sweep.mode):
+            table.add_column(f"{name}\n{mode}", justify="right")
+            columns.append({row["budget"]: row["tau"] for row in sweep.records() if row["mode"] == mode})
+    for budget in sorted({budget for column in columns for budget in column}):
+        values = (column.get(budget) for column in columns)
+        table.add_row(str(budget), *("—" if value is None else f"{value:.2f}" for value in values))
+    return table
+
+
+def _check_table(findings: dict[str, Findings]) -> Table:
+    """Each check: what was expected, what came out."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("check", "expected", "got", "", box=box.SIMPLE_HEAD)
+    for column in table.columns:
+        column.overflow = "fold"
+    for found in findings.values():
+        for check in found.checks:
+            verdict = Text("ok", "green") if check.ok else Text("WRONG", "bold red")
+            table.add_row(Text(check.name), Text(check.expected), Text(check.got), verdict)
+        table.add_section()
+    return table

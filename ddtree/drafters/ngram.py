@@ -1,0 +1,116 @@
+"""Prompt lookup: what followed the same words before may follow them again. It needs no training."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree.checks import INT32_MAX, integer, real
+from ddtree.protocols import DraftContext
+
+__all__ = ["NgramDrafter"]
+
+
+class NgramDrafter:
+    """Drafts from a request's own tokens: every earlier place that its last n tokens match votes for what followed.
+
+    For each n from ``max_ngram`` down, the places after which the last n tokens stand vote, a depth apart, for the
+    tokens found there; the i-th most recent place has weight ``recency ** i``. A token's share of order n is its votes
+    over all votes plus ``escape``; the escaped share goes to the next shorter n, and what escapes the shortest is not
+    drafted (so an order without votes passes everything on, and a token that follows long matches gets most).
+
+    Parameters
+    ----------
+    max_ngram, min_ngram : int
+        Longest and shortest suffix that is looked up, 1 <= ``min_ngram`` <= ``max_ngram``.
+    recency : float
+        Weight of a place relative to the next more recent one, over 0 and at most 1 (at which all weigh the same).
+    escape : float
+        Votes for "none of these" at each order, over 0: the more, the less a few matches are trusted.
+
+    Attributes
+    ----------
+    synthetic : bool
+        False: it is a real, if simple, drafter.
+    label : str
+        For legends and tables.
+
+    Notes
+    -----
+    Each request's index grows by its new tokens alone, so a round costs the matches that vote, not the context. It is
+    made when a request begins and dropped when it has ended.
+    """
+
+    synthetic = False
+    label = "n-gram lookup"
+
+    def __init__(self, *, max_ngram: int = 4, min_ngram: int = 1, recency: float = 0.9, escape: float = 0.5) -> None:
+        self.max_ngram = integer("max_ngram", max_ngram, 1, INT32_MAX)
+        self.min_ngram = integer("min_ngram", min_ngram, 1, self.max_ngram, "max_ngram")
+        self.recency, self.escape = real("recency", recency), real("escape", escape)
+        if not 0 < self.recency <= 1:
+            raise ValueError(f"recency must be over 0 and at most 1, got {self.recency}")
+        if self.escape <= 0:
+            raise ValueError(f"escape must be over 0, got {self.escape}")
+        # Places from here on weigh less than float64 rounds to beside the first.
+        self._voters = None if self.recency == 1 else math.ceil(math.log(2.0**-53) / math.log(self.recency))
+        self._indices: dict[int, _NgramIndex] = {}
+
+    def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        """Return log-probs and token ids of shape (B, depth, topk), −inf where there are fewer candidates."""
+        for request in (*context.began, *context.ended):
+            self._indices.pop(request, None)
+        log_probs = np.full((len(context.request_ids), depth, topk), -np.inf, np.float32)
+        token_ids = np.full(log_probs.shape, -1, np.int32)
+        for b, (request, tokens) in enumerate(zip(context.request_ids, context.tokens, strict=True)):
+            index = self._indices.setdefault(request, _NgramIndex(self.min_ngram, self.max_ngram))
+            index.extend(tokens)
+            places = [np.array(ends[::-1][: self._voters], np.int64) for ends in index.suffix_places(tokens)]
+            for d in range(depth):
+                shares = self._shares(tokens, [ends + d for ends in places])
+                best = sorted(shares.items(), key=lambda item: (-item[1], item[0]))[:topk]
+                for k, (token, share) in enumerate(best):
+                    token_ids[b, d, k] = token
+                    log_probs[b, d, k] = min(math.log(share), 0.0)
+        return log_probs, token_ids
+
+    def _shares(self, tokens: NDArray[np.int32], places: list[NDArray[np.int64]]) -> dict[int, float]:
+        """Probability of each token that stands at ``places``, longest order first, the most recent place first."""
+        shares: dict[int, float] = defaultdict(float)
+        escaped = 1.0
+        for followers in places:
+            known = followers < len(tokens)
+            votes = self.recency ** np.flatnonzero(known).astype(np.float64)
+            total = votes.sum() + self.escape
+            ids, which = np.unique(tokens[followers[known]], return_inverse=True)
+            for token, count in zip(ids.tolist(), np.bincount(which, votes).tolist(), strict=True):
+                shares[token] += escaped * count / total
+            escaped *= self.escape / total
+        return shares
+
+
+class _NgramIndex:
+    """Where the n-grams of a growing sequence end, but for its own end, which nothing follows yet."""
+
+    def __init__(self, min_ngram: int, max_ngram: int) -> None:
+        self.min_ngram, self.max_ngram = min_ngram, max_ngram
+        self.next_end = 1
+        self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
+
+    def extend(self, tokens: NDArray[np.int32]) -> None:
+        """Take in the n-grams that something follows now."""
+        start = max(self.next_end - self.max_ngram, 0)
+        recent = tokens[start:].tolist()
+        for end in range(self.next_end - start, len(recent)):
+            for n in range(self.min_ngram, min(self.max_ngram, end) + 1):
+                self.ends[tuple(recent[end - n : end])].append(start + end)
+        self.next_end = max(self.next_end, len(tokens))
+
+    def suffix_places(self, tokens: NDArray[np.int32]) -> list[list[int]]:
+        """For each order, longest first, the places right after an earlier copy of the last n tokens, oldest first."""
+        longest = min(self.max_ngram, len(tokens))
+        suffix = tuple(tokens[len(tokens) - longest :].tolist())
+        return [self.ends.get(suffix[longest - n :], []) for n in range(longest, self.min_ngram - 1, -1)]

@@ -1,0 +1,179 @@
+"""A drafter that knows what the target will say: it proves the mechanism, and says nothing about a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ddtree.checks import INT32_MAX, integer
+from ddtree.protocols import DraftContext
+from ddtree.reference.philox import philox4x32
+from ddtree.tokens import token_row
+
+__all__ = ["NoiseLaw", "OracleDrafter"]
+
+NOISE_BLOCK = np.uint32(0xFFFFFFFF)
+"""First counter word of an oracle's noise. A token's sampling noise has its id // 4 there, so the two never meet."""
+
+
+@dataclass(frozen=True)
+class NoiseLaw:
+    """At which rank the true token stands, by depth: a table of probabilities, so any acceptance curve can be had.
+
+    Attributes
+    ----------
+    rank_probs : sequence of sequence of float
+        ``rank_probs[d - 1][r]`` is the probability that at depth d the truth has rank r; what a row lacks to 1 is the
+        probability that it is not drafted. Depths below the table follow its last row. A chain (rank 0 alone) accepts
+        depth d, having accepted those above, with probability ``rank_probs[d - 1][0]``.
+
+    Examples
+    --------
+    >>> law = NoiseLaw([[0.8, 0.1], [0.5]])
+    >>> [law.rank(1, u) for u in (0.0, 0.79, 0.85, 0.95)], law.rank(9, 0.4)
+    ([0, 0, 1, None], 0)
+    """
+
+    rank_probs: Sequence[Sequence[float]]
+
+    def __post_init__(self) -> None:
+        if not len(self.rank_probs):
+            raise ValueError("rank_probs must have a row for depth 1, got an empty table")
+        for d, row in enumerate(self.rank_probs, start=1):
+            probs = np.asarray(row, np.float64)
+            # A row that is meant to sum to 1 may miss it by rounding.
+            if probs.ndim != 1 or not (probs >= 0).all() or not probs.sum() <= 1 + 1e-9:
+                raise ValueError(
+                    f"rank_probs[{d - 1}], of depth {d}, must be probabilities that sum to at most 1, got {row!r}"
+                )
+
+    def rank(self, depth: int, uniform: float) -> int | None:
+        """Rank of the truth at ``depth`` (from 1) where chance is ``uniform``, in [0, 1); None: not drafted."""
+        row = self.rank_probs[min(depth, len(self.rank_probs)) - 1]
+        ends = np.cumsum(np.asarray(row, np.float64))
+        rank = int(np.searchsorted(ends, uniform, side="right"))  # half-open: a probability of 0 never happens
+        return rank if rank < len(ends) else None
+
+
+class OracleDrafter:
+    """Drafts the continuation that it is given, among decoys: whatever it accepts is synthetic.
+
+    The truth has rank 0 at every depth (or where a noise law puts it), and its whole path half of the probability, so
+    that a tree of ``budget >= depth`` holds it at any depth, and has branches of decoys besides.
+
+    Parameters
+    ----------
+    continuations : mapping of int to array, or sequence of array, int, shape (n,)
+        New tokens of each request, by its index among the prompts; the first is the one that the prefill gives.
+    vocab_size : int
+        V. No token outside 0 … V − 1 is drafted, or taken as a continuation.
+    past_end : int, optional
+        Token drafted past a continuation's end; by default nothing is.
+    noise : NoiseLaw, optional
+        At which rank the truth stands; at 0 everywhere if left out.
+    seed : int
+        0 … 2⁶⁴ − 1. The noise depends on seed, request and position alone, not on the order of calls.
+
+    Attributes
+    ----------
+    synthetic : bool
+        True: figures from it are not those of a drafter.
+    label : str
+        For legends and tables.
+
+    Examples
+    --------
+    >>> from ddtree.engine import Engine, ScriptedTarget
+    >>> text = np.arange(30)
+    >>> engine = Engine(ScriptedTarget([text], 30), OracleDrafter([text[5:]], 30), depth=7, budget=16)
+    >>> engine.generate([text[:5]], max_new_tokens=25).tau
+    8.0
+    """
+
+    synthetic = True
+
+    def __init__(
+        self,
+        continuations: Mapping[int, ArrayLike] | Sequence[ArrayLike],
+        vocab_size: int,
+        *,
+        past_end: int | None = None,
+        noise: NoiseLaw | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.vocab_size = integer("vocab_size", vocab_size, 1, INT32_MAX)
+        items = continuations.items() if isinstance(continuations, Mapping) else enumerate(continuations)
+        self.continuations = {r: token_row(f"continuations[{r}]", row, self.vocab_size) for r, row in items}
+        last = self.vocab_size - 1
+        self.past_end = None if past_end is None else integer("past_end", past_end, 0, last, "the vocabulary")
+        self.noise = noise
+        self.seed = integer("seed", seed, 0, 2**64 - 1)
+        self._prompt_lens: dict[int, int] = {}
+
+    @property
+    def label(self) -> str:  # noqa: D102 - among the attributes above
+        return "oracle (synthetic)" if self.noise is None else "oracle with noise law (synthetic)"
+
+    def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        """Return log-probs and token ids of shape (B, depth, min(topk, V))."""
+        for request, tokens in zip(context.request_ids, context.tokens, strict=True):
+            if request in context.began:
+                self._prompt_lens[request] = len(tokens) - 1  # what follows the prompt is the prefill's token
+        for request in context.ended:
+            self._prompt_lens.pop(request, None)
+
+        B, K = len(context.request_ids), min(topk, self.vocab_size)
+        log_probs = np.full((B, depth, K), -np.inf, np.float32)
+        token_ids = np.full((B, depth, K), -1, np.int32)
+        row = _confidence(depth, K)
+        for b, (request, tokens) in enumerate(zip(context.request_ids, context.tokens, strict=True)):
+            if request not in self.continuations or request not in self._prompt_lens:
+                known = "began with this drafter" if request in self.continuations else "has a continuation"
+                raise ValueError(f"request {request} must be one that {known}, got another: pass its continuation")
+            uniforms = self._uniforms(request, len(tokens), depth)
+            committed = len(tokens) - self._prompt_lens[request]
+            for d in range(1, depth + 1):
+                truth = self._truth(request, committed - 1 + d)
+                if truth is None:
+                    break
+                rank = 0 if self.noise is None else self.noise.rank(d, float(uniforms[d - 1]))
+                ids = self._candidates(truth, rank, K)
+                token_ids[b, d - 1, : len(ids)] = ids
+                log_probs[b, d - 1, : len(ids)] = row[: len(ids)]
+        return log_probs, token_ids
+
+    def _truth(self, request: int, index: int) -> int | None:
+        known = self.continuations[request]
+        return int(known[index]) if index < len(known) else self.past_end
+
+    def _uniforms(self, request: int, first_position: int, count: int) -> NDArray[np.float64]:
+        """One number in [0, 1) a position, the same whichever round drafts it."""
+        counter = np.empty((count, 4), np.uint32)
+        counter[:, 0], counter[:, 1] = NOISE_BLOCK, first_position + np.arange(count)
+        counter[:, 2], counter[:, 3] = request & 0xFFFFFFFF, request >> 32
+        words = philox4x32(counter, (self.seed & 0xFFFFFFFF, self.seed >> 32))
+        return words[:, 0].astype(np.float64) * 2.0**-32
+
+    def _candidates(self, truth: int, rank: int | None, width: int) -> NDArray[np.int64]:
+        """Distinct ids with ``truth`` at ``rank``, the others counting up from it; without it if None."""
+        ranks = np.arange(width)
+        if rank is None or rank >= width:
+            offsets = ranks[: self.vocab_size - 1] + 1  # all of the vocabulary but the truth
+        else:
+            offsets = np.where(ranks == rank, 0, ranks + (ranks < rank))
+        return (truth + offsets) % self.vocab_size
+
+
+def _confidence(depth: int, width: int) -> NDArray[np.float32]:
+    """Log-probs of the ranks of any depth: rank 0 to the power ``depth`` is 1/2, each decoy half of the one before.
+
+    The likeliest decoy, (1 − p) / 2 <= 1/4, so comes after the whole path of rank 0, whatever the depth.
+    """
+    if depth == 0:
+        return np.zeros(width, np.float32)
+    first = -np.log(2.0) / depth
+    decoys = np.log(-np.expm1(first)) - np.log(2.0) * np.arange(1, width)
+    return np.concatenate([[first], decoys]).astype(np.float32)

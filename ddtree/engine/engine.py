@@ -1,0 +1,473 @@
+"""Decoding: each round drafts a tree, has the target check all of it in one pass, and commits what they agree on.
+
+Letters: B requests running, L draft depth limit, K candidates a depth, N = 1 + budget node slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ddtree.arrays import array_kind, array_namespace, dtype_name, import_array, to_numpy, use_stream_of
+from ddtree.backends import get_backend
+from ddtree.checks import INT32_MAX, integer, real
+from ddtree.engine.records import STAGES, FinishReason, Generation, Round
+from ddtree.ops import accept_tree, build_tree, choose_tokens, compact_cache, tree_positions
+from ddtree.protocols import DraftContext, Drafter, KVCache, Target
+from ddtree.tokens import token_row
+from ddtree.trees import Acceptance, DraftTree, chain_tree
+
+__all__ = ["Engine", "NonFiniteLogitsError"]
+
+Mode = Literal["tree", "chain", "autoregressive"]
+Record = TypeVar("Record", DraftTree, Acceptance)
+
+
+class NonFiniteLogitsError(RuntimeError):
+    """The target's logits after a committed token hold NaN or +inf, or nothing finite, so that no token follows."""
+
+
+class Engine:
+    """A target model, a drafter, and how much is drafted a round.
+
+    Parameters
+    ----------
+    target : Target
+        The model whose tokens come out. Its cache's kind of array (NumPy, CuPy) is the one that the rounds work on.
+    drafter : Drafter, optional
+        Proposes tokens; it changes how fast tokens come, never which. Not needed for ``mode="autoregressive"``.
+    depth : int
+        L, the most tokens a path of the tree holds besides the root: 0 and up.
+    budget : int
+        Nodes of a tree besides the root: 0 and up.
+    topk : int, optional
+        K, the most candidates that a drafter may give a depth: 1 … V. By default min(budget, V), at least 1: with
+        that many, the tree is optimal over the whole vocabulary.
+    backend : str, optional
+        Who does the operations; see :mod:`ddtree.ops`. By default the arrays decide.
+    page_size : int
+        S, rows of a cache page.
+    max_context : int, optional
+        The most tokens, prompt and new ones, that a request may have; no limit if left out. Nodes that are drafted
+        beyond it have positions up to L higher, and are never committed.
+
+    Examples
+    --------
+    >>> from ddtree.drafters import NgramDrafter
+    >>> from ddtree.engine import ScriptedTarget
+    >>> text = np.arange(40) % 10
+    >>> engine = Engine(ScriptedTarget([text], vocab_size=10), NgramDrafter(), depth=4, budget=4)
+    >>> generation = engine.generate([text[:20]], max_new_tokens=16)
+    >>> generation.tokens[0].tolist(), generation.tau
+    ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5], 5.0)
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        depth: int = 7,
+        budget: int = 16,
+        topk: int | None = None,
+        backend: str | None = None,
+        page_size: int = 16,
+        max_context: int | None = None,
+    ) -> None:
+        self.target = target
+        self.vocab_size = integer("target.vocab_size", target.vocab_size, 1, INT32_MAX)
+        if drafter is not None and not callable(drafter):
+            raise TypeError(f"drafter must be callable as (context, depth, topk), got {type(drafter).__name__}")
+        self.drafter = drafter
+        self.depth = integer("depth", depth, 0, INT32_MAX - 1)
+        self.budget = integer("budget", budget, 0, INT32_MAX - 1)
+        topk = max(1, min(self.budget, self.vocab_size)) if topk is None else topk
+        self.topk = integer("topk", topk, 1, self.vocab_size, "the vocabulary size")
+        if backend is not None:
+            get_backend(backend)  # a wrong name is met here, not in the middle of a round
+        self.backend = backend
+        self.page_size = integer("page_size", page_size, 1, INT32_MAX)
+        self.max_context = None if max_context is None else integer("max_context", max_context, 1, INT32_MAX)
+
+    def generate(
+        self,
+        prompts: Sequence[ArrayLike],
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        mode: Mode = "tree",
+        request_ids: Sequence[int] | None = None,
+        on_round: Callable[[Round], None] | None = None,
+    ) -> Generation:
+        """Continue each prompt: the same tokens in every mode, with any drafter and in any batch.
+
+        Parameters
+        ----------
+        prompts : sequence of array, int, shape (n,)
+            Token ids of each prompt, 0 … V − 1, one or more. No prompts give an empty generation.
+        max_new_tokens : int
+            The most tokens that a request emits, 1 and up, the prefill's included.
+        stop_token_ids : sequence of int
+            Tokens, 0 … V − 1, that end a request. The one that is met is its last token.
+        temperature : float
+            0 is greedy; above it tokens are sampled. See :func:`ddtree.choose_tokens`.
+        top_p : float
+            Over 0 and at most 1.
+        seed : int
+            0 … 2⁶⁴ − 1. A token's noise depends on seed, request id and position alone.
+        mode : {"tree", "chain", "autoregressive"}
+            "chain" drafts one candidate a depth (budget = depth, topk 1); "autoregressive" drafts nothing.
+        request_ids : sequence of int, optional
+            Key of each request's noise, 0 … 2⁶³ − 1; its index among the prompts if left out. Rounds, drafters and
+            messages name a request by that index always.
+        on_round : callable, optional
+            Called with each :class:`Round` once it is committed.
+
+        Returns
+        -------
+        Generation
+
+        Raises
+        ------
+        ValueError, TypeError
+            An argument, by name, before any work; or a draft, naming drafter and request.
+        NonFiniteLogitsError
+            The target's logits after a committed token were unusable: request and position are named.
+        """
+        tokens, max_new_tokens = self._checked_prompts(prompts, max_new_tokens)
+        stops = [
+            integer(f"stop_token_ids[{i}]", token, 0, self.vocab_size - 1, "the vocabulary")
+            for i, token in enumerate(_listed("stop_token_ids", stop_token_ids))
+        ]
+        temperature, top_p = real("temperature", temperature, least=0.0), real("top_p", top_p)
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p must be over 0 and at most 1, got {top_p}")
+        seed = integer("seed", seed, 0, 2**64 - 1)
+        plan = self._plan(mode)
+        keys = list(range(len(tokens))) if request_ids is None else _listed("request_ids", request_ids)
+        if len(keys) != len(tokens):
+            raise ValueError(f"request_ids must have one entry a prompt, {len(tokens)}, got {len(keys)}")
+        keys = [integer(f"request_ids[{i}]", key, 0, 2**63 - 1) for i, key in enumerate(keys)]
+        if not tokens:
+            return Generation([], [], seconds=dict.fromkeys(STAGES, 0.0))
+
+        sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "backend": self.backend}
+        run = _Run(self, plan, tokens, max_new_tokens, stops, keys, sampling)
+        rounds = []
+        with use_stream_of(run.kv_cache):
+            run.prefill()
+            while run.active:
+                rounds.append(run.round())
+                if on_round is not None:
+                    on_round(rounds[-1])
+        return Generation(
+            tokens=[sequence.new_tokens for sequence in run.sequences],
+            finish_reasons=[sequence.finish_reason for sequence in run.sequences],
+            rounds=rounds,
+            tokens_per_round=[np.array(sequence.tokens_per_round, np.int32) for sequence in run.sequences],
+            seconds=run.seconds,
+        )
+
+    def _plan(self, mode: Mode) -> _Plan:
+        plans = {
+            "tree": _Plan(self.depth, self.budget, self.topk),
+            "chain": _Plan(self.depth, self.depth, 1),
+            "autoregressive": _Plan(0, 0, 1),
+        }
+        if mode not in plans:
+            raise ValueError(f"mode must be one of {', '.join(map(repr, plans))}, got {mode!r}")
+        if self.drafter is None and mode != "autoregressive":
+            raise ValueError(f"mode {mode!r} needs a drafter, and drafter is None: pass one, or mode='autoregressive'")
+        return plans[mode]
+
+    def _checked_prompts(
+        self, prompts: Sequence[ArrayLike], max_new_tokens: int
+    ) -> tuple[list[NDArray[np.int32]], int]:
+        max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, INT32_MAX)
+        checked = []
+        for i, prompt in enumerate(_listed("prompts", prompts)):
+            tokens = token_row(f"prompts[{i}]", prompt, self.vocab_size)
+            if tokens.size == 0:
+                raise ValueError(f"prompts[{i}] must have at least one token, got none: begin with a BOS token")
+            if self.max_context is not None and tokens.size + max_new_tokens > self.max_context:
+                raise ValueError(
+                    f"prompts[{i}] has {tokens.size} tokens and max_new_tokens is {max_new_tokens}: together they must "
+                    f"be at most max_context = {self.max_context}, got {tokens.size + max_new_tokens}"
+                )
+            checked.append(tokens)
+        return checked, max_new_tokens
+
+
+class _Plan(NamedTuple):
+    """What a mode drafts a round."""
+
+    depth: int
+    budget: int
+    topk: int
+
+
+class _Sequence:
+    """The committed tokens of one request, in a buffer that is long enough: a round appends and never copies."""
+
+    def __init__(self, prompt: NDArray[np.int32], max_new_tokens: int) -> None:
+        self.prompt_len = self.length = len(prompt)
+        self.buffer = np.concatenate([prompt, np.empty(max_new_tokens, np.int32)])
+        self.tokens_per_round: list[int] = []
+        self.finish_reason: FinishReason = "length"
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Prompt and new tokens; read-only, for drafters to look at and keep."""
+        view = self.buffer[: self.length]
+        view.flags.writeable = False
+        return view
+
+    @property
+    def new_tokens(self) -> NDArray[np.int32]:
+        return self.buffer[self.prompt_len : self.length].copy()
+
+    @property
+    def remaining(self) -> int:
+        return len(self.buffer) - self.length
+
+    def append(self, tokens: NDArray[np.int32]) -> None:
+        self.buffer[self.length : self.length + len(tokens)] = tokens
+        self.length += len(tokens)
+
+
+class _Pages:
+    """Who owns which cache pages: handed out as a request grows, and back on the free list when it is finished."""
+
+    def __init__(self, most_rows: Sequence[int], page_size: int) -> None:
+        most = [-(-rows // page_size) for rows in most_rows]
+        self.page_size = page_size
+        self.count = sum(most)
+        self.free = list(reversed(range(self.count)))
+        self.table = np.zeros((len(most), max(most, default=0)), np.int32)
+        self.owned = [0] * len(most)
+
+    def reserve(self, request: int, rows: int) -> None:
+        while self.owned[request] * self.page_size < rows:
+            self.table[request, self.owned[request]] = self.free.pop()
+            self.owned[request] += 1
+
+    def release(self, request: int) -> None:
+        self.free.extend(self.table[request, : self.owned[request]].tolist())
+        self.owned[request] = 0
+
+
+class _Run:
+    """One call of ``generate`` under way: what is committed, the cache, and who is still running."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: _Plan,
+        prompts: list[NDArray[np.int32]],
+        max_new_tokens: int,
+        stops: list[int],
+        keys: list[int],
+        sampling: dict[str, Any],
+    ) -> None:
+        self.engine, self.plan, self.sampling = engine, plan, sampling
+        self.sequences = [_Sequence(prompt, max_new_tokens) for prompt in prompts]
+        self.active = list(range(len(prompts)))
+        # The last round may begin one token before the end, and its tree stands behind that.
+        self.pages = _Pages([len(p) + max_new_tokens + 1 + plan.budget for p in prompts], engine.page_size)
+        self.kv_cache = engine.target.new_cache(self.pages.count, engine.page_size)
+        if array_kind(self.kv_cache) not in ("numpy", "cupy"):
+            raise TypeError(f"target.new_cache must return a NumPy or CuPy array, got {type(self.kv_cache).__name__}")
+        self.xp = array_namespace(self.kv_cache)
+        self.stops, self.stop_set = self.xp.asarray(np.array(stops, np.int32)), frozenset(stops)
+        self.keys = np.array(keys, np.int64)
+        drafts = plan.depth > 0 and plan.budget > 0
+        self.drafter = engine.drafter if drafts else None
+        self.hidden_layers = tuple(getattr(self.drafter, "hidden_layers", ()))
+        self.hidden_states: dict[int, dict[int, Any]] = {}
+        self.began: list[int] = []
+        self.ended: list[int] = []
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+    def prefill(self) -> None:
+        """Run the prompts and commit the token after each: no round of its own."""
+        prompts = [sequence.tokens for sequence in self.sequences]
+        lens = np.array([len(prompt) for prompt in prompts], np.int32)
+        padded = np.zeros((len(prompts), lens.max()), np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        with self._timed("prefill"):
+            tree = _converted(chain_tree(padded, lens), self._native)
+            cache = self._cache(np.zeros_like(lens), lens)
+            output = self.engine.target.forward(tree, cache, hidden_layers=self.hidden_layers, last_only=True)
+            choices = to_numpy(self._choose(output.logits, self.xp.asarray(lens[:, None] - 1)))
+        self._commit(choices, np.zeros_like(lens), [np.arange(n) for n in lens], output.hidden_states)
+        self.began, self.ended = list(self.active), []  # who ended here never drafted
+
+    def round(self) -> Round:
+        """Draft, check, commit; finished requests leave."""
+        requests, backend = tuple(self.active), self.engine.backend
+        rows = [self.sequences[r] for r in requests]
+        # The root's own row is written by this round's pass.
+        prefix_lens = np.array([sequence.length - 1 for sequence in rows], np.int32)
+        roots = self.xp.asarray(np.array([sequence.tokens[-1] for sequence in rows], np.int32))
+
+        with self._timed("draft"):
+            log_probs, token_ids = self._draft(roots)
+        with self._timed("build_tree"):
+            tree = self._build_tree(log_probs, token_ids, roots)
+        with self._timed("forward"):
+            cache = self._cache(prefix_lens, tree.num_slots)
+            output = self.engine.target.forward(tree, cache, hidden_layers=self.hidden_layers)
+        with self._timed("choose_tokens"):
+            positions = tree_positions(tree.depths, cache.prefix_lens, backend=backend, validate=False)
+            choices = self._choose(output.logits, positions)
+        with self._timed("accept_tree"):
+            remaining = self.xp.asarray(np.array([sequence.remaining for sequence in rows], np.int32))
+            acceptance = accept_tree(
+                tree, choices, remaining=remaining, stop_token_ids=self.stops, backend=backend, validate=False
+            )
+            kept: Acceptance = _converted(acceptance, to_numpy)  # waits for a GPU
+        with self._timed("compact_cache"):
+            compact_cache(cache.data, cache.page_table, cache.prefix_lens, acceptance, backend=backend, validate=False)
+
+        host_tree = _converted(tree, to_numpy)
+        paths = [nodes[:length] for nodes, length in zip(kept.node_indices, kept.lengths, strict=True)]
+        emitted = [np.append(host_tree.token_ids[b, path[1:]], kept.bonus_token_ids[b]) for b, path in enumerate(paths)]
+        self._commit(emitted, prefix_lens, paths, output.hidden_states)
+        for sequence, tokens in zip(rows, emitted, strict=True):
+            sequence.tokens_per_round.append(len(tokens))
+        # In an unused slot the choice follows from whatever logits the target left there.
+        target_token_ids = np.where(host_tree.depths >= 0, to_numpy(choices), np.int32(-1))
+        return Round(requests, host_tree, target_token_ids, kept)
+
+    def _draft(self, roots: Any) -> tuple[Any, Any]:
+        """Ask the drafter, and see that its answer is a draft of these requests and no larger than asked for."""
+        requests, (depth, _, topk) = list(self.active), self.plan
+        if self.drafter is None:
+            shape = (len(requests), depth, 1)
+            return self.xp.full(shape, -np.inf, np.float32), self.xp.full(shape, -1, np.int32)
+        context = DraftContext(
+            request_ids=requests,
+            tokens=[self.sequences[r].tokens for r in requests],
+            root_token_ids=roots,
+            hidden_states=[self.hidden_states[r] for r in requests],
+            began=self.began,
+            ended=self.ended,
+        )
+        draft = self.drafter(context, depth, topk)
+        self.began, self.ended = [], []
+        name = f"drafter {_name(self.drafter)}"
+        if not isinstance(draft, tuple | list) or len(draft) != 2:
+            raise TypeError(f"{name} must return (log_probs, token_ids), got {type(draft).__name__}")
+        try:
+            log_probs, token_ids = (self._native(array) for array in draft)
+        except TypeError as error:
+            raise TypeError(f"{name} must return two arrays: {error}") from error
+        wanted = f"({len(requests)}, {depth}, k) with k in 1 … {topk}"
+        shape = tuple(log_probs.shape)
+        if len(shape) != 3 or shape[:2] != (len(requests), depth) or not 1 <= shape[2] <= topk:
+            raise ValueError(f"{name} must return log_probs of shape {wanted}, got {shape}")
+        if tuple(token_ids.shape) != shape:
+            raise ValueError(f"{name} must return token_ids of log_probs' shape {shape}, got {tuple(token_ids.shape)}")
+        if dtype_name(log_probs) != "float32" or dtype_name(token_ids) not in ("int32", "int64"):
+            raise TypeError(
+                f"{name} must return float32 log_probs and int32 token_ids, "
+                f"got {dtype_name(log_probs)} and {dtype_name(token_ids)}"
+            )
+        return log_probs, token_ids
+
+    def _build_tree(self, log_probs: Any, token_ids: Any, roots: Any) -> DraftTree:
+        """Build the trees of a draft whose values are checked, on any device: no id may reach the model's embedding."""
+
+        def build(rows: slice) -> DraftTree:
+            return build_tree(
+                log_probs[rows],
+                token_ids[rows],
+                roots[rows],
+                budget=self.plan.budget,
+                vocab_size=self.engine.vocab_size,
+                backend=self.engine.backend,
+                validate=True,
+            )
+
+        try:
+            return build(slice(None))
+        except ValueError:
+            for b, request in enumerate(self.active):  # alone, the request at fault says so
+                try:
+                    build(slice(b, b + 1))
+                except ValueError as error:
+                    raise ValueError(f"drafter {_name(self.drafter)}, request {request}: {error}") from error
+            raise
+
+    def _choose(self, logits: Any, positions: Any) -> Any:
+        keys = self.xp.asarray(self.keys[self.active])
+        return choose_tokens(logits, request_ids=keys, positions=positions, validate=False, **self.sampling)
+
+    def _cache(self, prefix_lens: NDArray[np.int32], window: Any) -> KVCache:
+        """The cache as the running requests see it, with pages for ``window`` rows behind each prefix."""
+        for request, rows in zip(self.active, (prefix_lens + window).tolist(), strict=True):
+            self.pages.reserve(request, rows)
+        table = self.xp.asarray(self.pages.table[self.active])
+        return KVCache(self.kv_cache, table, self.xp.asarray(prefix_lens))
+
+    def _commit(
+        self, emitted: Iterable[NDArray[np.int32]], prefix_lens: Any, paths: list[Any], hidden_states: dict[int, Any]
+    ) -> None:
+        """Append what each running request emitted and keep the hidden states of its ``paths``; the finished leave."""
+        self.hidden_states = {}
+        for b, (request, tokens, path) in enumerate(zip(list(self.active), emitted, paths, strict=True)):
+            if tokens[-1] < 0:
+                raise NonFiniteLogitsError(
+                    f"request {request}: the target's logits after position {int(prefix_lens[b]) + len(path) - 1} hold "
+                    "NaN or +inf, or nothing finite, so that no token can follow it"
+                )
+            sequence = self.sequences[request]
+            sequence.append(tokens)
+            stopped = int(tokens[-1]) in self.stop_set
+            if stopped or sequence.remaining == 0:
+                sequence.finish_reason = "stop" if stopped else "length"
+                self.active.remove(request)
+                self.ended.append(request)
+                self.pages.release(request)
+            else:
+                # Of the rows that the pass wrote, the next draft sees the kept ones, wherever in the tree they stood.
+                nodes = self.xp.asarray(path)
+                self.hidden_states[request] = {layer: hidden_states[layer][b, nodes] for layer in self.hidden_layers}
+
+    def _native(self, array: Any) -> Any:
+        """``array`` as the kind that the target's cache is, C-contiguous."""
+        array = to_numpy(array) if self.xp is np else self.xp.asarray(import_array(array))
+        return self.xp.ascontiguousarray(array)
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] += time.perf_counter() - start
+
+
+def _converted(record: Record, convert: Callable[[Any], Any]) -> Record:
+    """The same record with every array converted."""
+    arrays = {f.name: getattr(record, f.name) for f in fields(record)}
+    return replace(record, **{name: convert(a) for name, a in arrays.items() if not isinstance(a, int)})
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence, got {type(values).__name__} {values!r}") from None
+
+
+def _name(drafter: Drafter | None) -> str:
+    return str(getattr(drafter, "__name__", type(drafter).__name__))

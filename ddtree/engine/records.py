@@ -1,0 +1,76 @@
+"""What a generation leaves behind: tokens, every round, and the time of each stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree.trees import Acceptance, DraftTree
+
+__all__ = ["STAGES", "Generation", "Round"]
+
+FinishReason = Literal["stop", "length"]
+
+STAGES = ("prefill", "draft", "build_tree", "forward", "choose_tokens", "accept_tree", "compact_cache")
+"""The parts of a generation, in order; the first once a request, the others once a round."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of the requests that were still running, on the host.
+
+    Attributes
+    ----------
+    request_ids : tuple of int
+        Each row's request, as an index among the prompts.
+    tree : DraftTree
+        What was drafted.
+    target_token_ids : array, int32, shape (B, N)
+        The target's choice after each node.
+    acceptance : Acceptance
+        The kept path, the bonus, and who finished.
+    """
+
+    request_ids: tuple[int, ...]
+    tree: DraftTree
+    target_token_ids: NDArray[np.int32]
+    acceptance: Acceptance
+
+
+@dataclass
+class Generation:
+    """The result of :meth:`ddtree.engine.Engine.generate`.
+
+    Attributes
+    ----------
+    tokens : list of array, int32
+        New tokens of each prompt, the prefill's first; a stop token, if met, is the last.
+    finish_reasons : list of str
+        "stop" or "length", one a prompt.
+    rounds : list of Round
+        Every round, first to last.
+    tokens_per_round : list of array, int32
+        Tokens that each round emitted, one array a prompt: the bonus included, after stops.
+    seconds : dict of str to float
+        Wall time of each stage in ``STAGES``, summed.
+    """
+
+    tokens: list[NDArray[np.int32]]
+    finish_reasons: list[FinishReason]
+    rounds: list[Round] = field(default_factory=list)
+    tokens_per_round: list[NDArray[np.int32]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds, each request's counted apart."""
+        return sum(len(row) for row in self.tokens_per_round)
+
+    @property
+    def tau(self) -> float | None:
+        """Mean tokens emitted a round, τ: over all rounds of all requests; None where there was no round."""
+        counts: NDArray[Any] = np.concatenate([np.zeros(0, np.int32), *self.tokens_per_round])
+        return float(counts.mean()) if counts.size else None

@@ -1,0 +1,41 @@
+"""Sequences of token ids, as people pass them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["token_row"]
+
+
+def token_row(name: str, tokens: Any, vocab_size: int | None = None) -> NDArray[np.int32]:
+    """Return ``tokens`` as a new int32 array of shape (n,).
+
+    Parameters
+    ----------
+    name : str
+        What a message calls it.
+    tokens : array or sequence, int, shape (n,)
+        Token ids. An empty sequence is one of no tokens.
+    vocab_size : int, optional
+        V, which every id must be less than; without it ids need only be ≥ 0.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Another shape, another type, or an id outside the vocabulary, named with its place.
+    """
+    row = np.asarray(tokens)
+    if row.ndim != 1:
+        hint = "; put a single sequence in a list" if row.ndim == 0 else ""
+        raise ValueError(f"{name} must have shape (n,), got {row.shape}{hint}")
+    if row.size and row.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integer token ids, got {row.dtype}")
+    highest = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
+    outside = np.flatnonzero((row < 0) | (row > highest))
+    if outside.size:
+        at = int(outside[0])
+        raise ValueError(f"{name}[{at}] must be in 0 … {highest}, got {int(row[at])}")
+    return row.astype(np.int32)

@@ -1,0 +1,51 @@
+"""What every test of the suite shares: Hypothesis profiles, the backends under test, and the report header.
+
+A test names the operations that it tests as arguments (``def test_…(build_tree, …)``) and runs once for each backend
+that has them. A backend that lacks an operation gives no test of it, and the header says so; one that has it and cannot
+run here gives a skipped test with the reason.
+"""
+
+import os
+from importlib.metadata import version
+
+import pytest
+from hypothesis import settings
+
+from ddtree.property_tests._backends import chosen_backends, operations, ops_of
+from ddtree.protocols import OPS
+
+COMMON = {
+    "deadline": None,  # first call compiles
+    "report_multiple_bugs": False,
+}
+settings.register_profile("dev", max_examples=50, **COMMON)
+settings.register_profile("ci", max_examples=50, derandomize=True, print_blob=True, **COMMON)
+settings.register_profile("long", max_examples=5_000, print_blob=True, **COMMON)
+PROFILE = os.environ.get("DDTREE_PROFILE", "ci" if os.environ.get("CI") == "true" else "dev")
+settings.load_profile(PROFILE)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "beside_reference: compares with the reference, so is not run on it")
+
+
+def pytest_report_header(config):
+    lines = [f"ddtree: profile {PROFILE}, " + ", ".join(f"{p} {version(p)}" for p in ("numpy", "numba", "hypothesis"))]
+    for backend in chosen_backends(config):
+        lacks = [op for op in OPS if op not in ops_of(backend)]
+        if lacks:
+            lines.append(f"ddtree: {backend} has no {', '.join(lacks)}: not tested")
+    return lines
+
+
+def pytest_generate_tests(metafunc):
+    for name in OPS:
+        if name in metafunc.fixturenames:
+            found = operations(name, chosen_backends(metafunc.config))
+            if metafunc.definition.get_closest_marker("beside_reference"):
+                found = ((op, why) for op, why in found if op.backend != "reference")
+            skip = pytest.mark.skip
+            metafunc.parametrize(
+                name, [pytest.param(op, id=op.backend, marks=[skip(reason=why)] if why else []) for op, why in found]
+            )
+

@@ -1,0 +1,125 @@
+"""One memory under several libraries' arrays: kinds, devices, and zero-copy ways in and out."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ddtree
+from ddtree import arrays
+
+
+class Foreign:
+    """An array of a library that nobody here knows: it only speaks DLPack."""
+
+    def __init__(self, array: np.ndarray, device: tuple[int, int] | None = None) -> None:
+        self.array, self._device = array, device
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device or self.array.__dlpack_device__()
+
+
+@pytest.fixture
+def torch() -> ModuleType:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("optional library torch is not installed")
+    return importlib.import_module("torch")
+
+
+LOG_PROBS = np.log(np.array([[[0.5, 0.25]] * 3], np.float32))
+IDS = np.array([[[1, 2], [3, 4], [5, 6]]], np.int32)
+ROOTS = np.array([9], np.int32)
+
+
+def test_kind_and_namespace_of_numpy_arrays() -> None:
+    x = np.zeros(3, np.float32)
+    assert arrays.array_kind(x) == "numpy"
+    assert arrays.array_namespace(x, x) is np
+    assert arrays.device_of(x) == ("cpu", 0)
+    assert str(arrays.device_of(x)) == "cpu"
+    assert arrays.current_stream(x) is None
+    assert arrays.import_array(x) is x
+    assert arrays.export_array(x, x) is x
+    assert arrays.to_numpy(x) is x
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int64, np.uint32, np.bool_])
+def test_dtype_name_has_no_library_in_it(dtype: Any) -> None:
+    assert arrays.dtype_name(np.zeros(1, dtype)) == np.dtype(dtype).name
+
+
+@pytest.mark.parametrize("thing", [[1.0], 1.0, np.float32(1), None, "array"])
+def test_what_is_no_array_is_refused_with_its_type(thing: object) -> None:
+    with pytest.raises(TypeError, match=f"__dlpack__, got {type(thing).__name__}"):
+        arrays.array_kind(thing)
+
+
+def test_a_foreign_array_is_shared_not_copied() -> None:
+    x = np.arange(6.0)
+    native = arrays.import_array(Foreign(x))
+    assert np.shares_memory(native, x)
+    with pytest.raises(TypeError, match="import_array"):
+        arrays.array_namespace(Foreign(x))
+
+
+def test_a_device_that_nobody_reaches_is_refused() -> None:
+    with pytest.raises(ValueError, match="dlpack-8:1"):
+        arrays.import_array(Foreign(np.zeros(2), device=(8, 1)))
+
+
+def test_operations_take_foreign_arrays() -> None:
+    tree = ddtree.build_tree(Foreign(LOG_PROBS), Foreign(IDS), Foreign(ROOTS), budget=2)
+    assert tree.token_ids.tolist() == [[9, 1, 3]]
+
+
+def test_mixed_kinds_have_no_common_namespace() -> None:
+    with pytest.raises(TypeError, match="one kind"):
+        arrays.array_namespace(np.zeros(2), Foreign(np.zeros(2)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "bool"])
+def test_torch_shares_memory_both_ways(torch: ModuleType, dtype: str) -> None:
+    tensor = torch.ones(4, dtype=getattr(torch, dtype))
+    native = arrays.import_array(tensor)
+    assert arrays.dtype_name(native) == arrays.dtype_name(tensor) == dtype
+    assert native.ctypes.data == tensor.data_ptr()
+    back = arrays.export_array(native, tensor)
+    assert isinstance(back, torch.Tensor)
+    assert back.dtype == tensor.dtype
+    assert back.data_ptr() == tensor.data_ptr()
+
+
+def test_operations_on_torch_tensors_return_torch_tensors(torch: ModuleType) -> None:
+    tensors = [torch.from_numpy(x) for x in (LOG_PROBS, IDS, ROOTS)]
+    tree = ddtree.build_tree(*tensors, budget=5)
+    expected = ddtree.build_tree(LOG_PROBS, IDS, ROOTS, budget=5)
+    assert isinstance(tree.token_ids, torch.Tensor)
+    assert tree.parents.tolist() == expected.parents.tolist()
+    assert tree.visibility.tolist() == expected.visibility.tolist()
+    assert tree.used_last_rank.tolist() == expected.used_last_rank.tolist()
+    kept = ddtree.accept_tree(tree, torch.zeros_like(tree.token_ids))
+    assert isinstance(kept.lengths, torch.Tensor)
+
+
+def test_a_tensor_that_requires_gradients_is_refused(torch: ModuleType) -> None:
+    with pytest.raises(TypeError, match=r"logits must not require gradients.*detach"):
+        ddtree.topk_log_probs(torch.zeros(1, 1, 4, requires_grad=True), 2)
+
+
+def test_only_loaded_libraries_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert arrays.array_kind(Foreign(np.zeros(1))) == "dlpack"
+    assert "torch" not in sys.modules

@@ -1,0 +1,353 @@
+"""Bad input is met once, in the public layer: the message names the argument, what it was and what it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ddtree
+
+BACKENDS = ("reference", "numba_cpu")
+
+
+def draft(**changes: Any) -> dict[str, Any]:
+    """A good call of build_tree, with some of its arguments changed."""
+    good = {
+        "log_probs": np.log(np.array([[[0.5, 0.25]] * 3], np.float32)),
+        "token_ids": np.array([[[1, 2], [3, 4], [5, 6]]], np.int32),
+        "root_token_ids": np.array([9], np.int32),
+        "budget": 4,
+    }
+    return good | changes
+
+
+def altered(array: np.ndarray, place: tuple[int, ...], value: float) -> np.ndarray:
+    copy = array.copy()
+    copy[place] = value
+    return copy
+
+
+GOOD = draft()
+TREE = ddtree.build_tree(**GOOD, backend="reference")  # 5 slots, L = 3
+Q = np.zeros((1, 5, 2, 8), np.float32)
+CACHE = np.zeros((4, 4, 8), np.float32)
+TABLE = np.array([[2, 0, 1]], np.int32)
+PREFIX = np.array([5], np.int32)
+KEPT = ddtree.Acceptance(
+    np.array([[0, 2, 4, -1]], np.int32), np.array([3], np.int32), np.array([7], np.int32), np.array([False])
+)
+
+
+def attend(**changes: Any) -> Any:
+    call = {"q": Q, "kv_cache": CACHE, "page_table": TABLE, "prefix_lens": PREFIX, "tree": TREE, "scale": 1.0}
+    call |= {"kv_lora_rank": 6} | changes
+    return ddtree.verify_attention(
+        *(call.pop(k) for k in ("q", "kv_cache", "page_table", "prefix_lens", "tree")), **call
+    )
+
+
+def compact(**changes: Any) -> None:
+    call = {"kv_cache": np.zeros((2, 4, 4, 8), np.float32), "page_table": TABLE, "prefix_lens": PREFIX}
+    call |= {"acceptance": KEPT} | changes
+    ddtree.compact_cache(**call)
+
+
+def choose(logits: Any = None, **options: Any) -> Any:
+    logits = np.zeros((1, 5, 7), np.float32) if logits is None else logits
+    return ddtree.choose_tokens(logits, **options)
+
+
+def words(parents: list[list[int]], counts: list[int]) -> Any:
+    return ddtree.visibility_words(np.array(parents, np.int32), np.array(counts, np.int32))
+
+
+CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    # build_tree
+    (lambda: ddtree.build_tree(**draft(log_probs=[[[0.0]]])), TypeError, "log_probs must be a NumPy.*got list"),
+    (
+        lambda: ddtree.build_tree(**draft(log_probs=GOOD["log_probs"].astype(np.float64))),
+        TypeError,
+        "log_probs must be of type float32, got float64",
+    ),
+    (
+        lambda: ddtree.build_tree(**draft(log_probs=GOOD["log_probs"][0])),
+        ValueError,
+        r"shape \(B, L, K\), got \(3, 2\)",
+    ),
+    (
+        lambda: ddtree.build_tree(**draft(token_ids=np.zeros((1, 3, 3), np.int32))),
+        ValueError,
+        r"token_ids must have shape \(B = 1, L = 3, K = 2\), got \(1, 3, 3\)",
+    ),
+    (
+        lambda: ddtree.build_tree(**draft(root_token_ids=np.zeros(2, np.int32))),
+        ValueError,
+        r"root_token_ids must have shape \(B = 1,\), got \(2,\)",
+    ),
+    (
+        lambda: ddtree.build_tree(**draft(log_probs=np.asfortranarray(GOOD["log_probs"]))),
+        ValueError,
+        "log_probs must be C-contiguous, got strides",
+    ),
+    (lambda: ddtree.build_tree(**draft(budget=-1)), ValueError, r"budget must be in 0 … \d+, got -1"),
+    (lambda: ddtree.build_tree(**draft(budget=1.5)), TypeError, "budget must be an integer, got float 1.5"),
+    (lambda: ddtree.build_tree(**draft(budget=True)), TypeError, "budget must be an integer, got True"),
+    (
+        lambda: ddtree.build_tree(**draft(log_probs=altered(GOOD["log_probs"], (0, 1, 0), 0.5))),
+        ValueError,
+        r"log_probs\[0, 1, 0\] must be at most 0, got 0.5",
+    ),
+    (
+        lambda: ddtree.build_tree(**draft(log_probs=altered(GOOD["log_probs"], (0, 1, 0), np.inf))),
+        ValueError,
+        r"log_probs\[0, 1, 0\] must be at most 0, got inf",
+    ),
+    (
+        lambda: ddtree.build_tree(**draft(log_probs=altered(GOOD["log_probs"], (0, 2, 1), -0.5))),
+        ValueError,
+        r"log_probs\[0, 2, 1\] = -0.5 must not exceed its left neighbour -0.69.*sort each depth",
+    ),
+    (
+        lambda: ddtree.build_tree(**draft(token_ids=altered(GOOD["token_ids"], (0, 0, 1), -3))),
+        ValueError,
+        r"token_ids\[0, 0, 1\] must be in 0 … 2147483647, got -3",
+    ),
+    (
+        lambda: ddtree.build_tree(**draft(token_ids=altered(GOOD["token_ids"].astype(np.int64), (0, 0, 1), 2**40))),
+        ValueError,
+        r"token_ids\[0, 0, 1\] must be in 0 … 2147483647, got 1099511627776",
+    ),
+    (
+        lambda: ddtree.build_tree(**draft(vocab_size=10, token_ids=altered(GOOD["token_ids"], (0, 0, 1), 10))),
+        ValueError,
+        r"token_ids\[0, 0, 1\] must be in 0 … 9, got 10",
+    ),
+    (
+        lambda: ddtree.build_tree(**draft(token_ids=altered(GOOD["token_ids"], (0, 2, 1), 5))),
+        ValueError,
+        r"token_ids\[0, 2, 1\] = 5 already stands at rank 0",
+    ),
+    (
+        lambda: ddtree.build_tree(**draft(root_token_ids=np.array([-1], np.int32))),
+        ValueError,
+        r"root_token_ids\[0\] must be in 0 … 2147483647, got -1",
+    ),
+    # topk_log_probs
+    (lambda: ddtree.topk_log_probs(Q[0], 9), ValueError, r"k must be in 1 … 8 \(the vocabulary size\), got 9"),
+    (lambda: ddtree.topk_log_probs(Q[0], 0), ValueError, "k must be in 1 … 8"),
+    (lambda: ddtree.topk_log_probs(Q[0], 5, vocab_size=4), ValueError, "k must be in 1 … 4"),
+    (
+        lambda: ddtree.topk_log_probs(Q[0], 1, vocab_size=9),
+        ValueError,
+        r"vocab_size must be in 1 … 8 \(the width of logits\), got 9",
+    ),
+    (lambda: ddtree.topk_log_probs(Q[0].astype(np.int32), 1), TypeError, "logits must be of type float16 or bfloat16"),
+    # visibility_words and tree_positions
+    (lambda: words([[-1, 1]], [2]), ValueError, r"parents\[0, 1\] must be in 0 … 0, an earlier node, got 1"),
+    (lambda: words([[-1, -1]], [2]), ValueError, r"parents\[0, 1\] must be in 0 … 0, an earlier node, got -1"),
+    (lambda: words([[-1, 0]], [3]), ValueError, r"node_counts\[0\] must be in 1 … 2, got 3"),
+    (lambda: words([[-1, 0]], [0]), ValueError, r"node_counts\[0\] must be in 1 … 2, got 0"),
+    (
+        lambda: ddtree.tree_positions(TREE.depths, np.array([-1], np.int32)),
+        ValueError,
+        r"prefix_lens\[0\] must be in 0 … ",
+    ),
+    (
+        lambda: ddtree.tree_positions(TREE.depths, np.array([2**31 - 2], np.int64)),
+        ValueError,
+        r"prefix_lens\[0\] must be in 0 … 214748364\d, got 2147483646",
+    ),
+    # choose_tokens
+    (lambda: choose(temperature=-1), ValueError, "temperature must be finite and at least 0, got -1.0"),
+    (lambda: choose(temperature=float("nan")), ValueError, "temperature must be finite and at least 0, got nan"),
+    (lambda: choose(temperature="warm"), TypeError, "temperature must be a number, got str 'warm'"),
+    (lambda: choose(top_p=0.0), ValueError, "top_p must be over 0 and at most 1, got 0.0"),
+    (lambda: choose(top_p=1.5), ValueError, "top_p must be over 0 and at most 1, got 1.5"),
+    (lambda: choose(seed=-1), ValueError, r"seed must be in 0 … \d+, got -1"),
+    (lambda: choose(temperature=1.0), ValueError, "positions must be given above temperature 0"),
+    (
+        lambda: choose(temperature=1.0, positions=np.full((1, 5), -1, np.int32)),
+        ValueError,
+        r"positions\[0, 0\] must be in 0 … 2147483647, got -1",
+    ),
+    (
+        lambda: choose(temperature=1.0, positions=np.zeros((1, 5), np.int32), request_ids=np.array([-2])),
+        ValueError,
+        r"request_ids\[0\] must be in 0 … 9223372036854775807, got -2",
+    ),
+    (lambda: choose(np.zeros((1, 2, 0), np.float32)), ValueError, "logits must have at least one column, got V = 0"),
+    # accept_tree
+    (lambda: ddtree.accept_tree(None, TREE.token_ids), TypeError, r"tree must be a ddtree.DraftTree, got None"),
+    (lambda: ddtree.accept_tree(KEPT, TREE.token_ids), TypeError, "tree must be a ddtree.DraftTree, got Acceptance"),
+    (
+        lambda: ddtree.accept_tree(TREE, np.zeros((1, 4), np.int32)),
+        ValueError,
+        r"target_token_ids must have shape \(B = 1, N = 5\), got \(1, 4\)",
+    ),
+    (
+        lambda: ddtree.accept_tree(TREE, altered(TREE.token_ids, (0, 2), -7)),
+        ValueError,
+        r"target_token_ids\[0, 2\] must be in -1 … 2147483647, got -7",
+    ),
+    (
+        lambda: ddtree.accept_tree(TREE, TREE.token_ids, remaining=np.array([-1], np.int32)),
+        ValueError,
+        r"remaining\[0\] must be in 0 … 2147483647, got -1",
+    ),
+    (
+        lambda: ddtree.accept_tree(TREE, TREE.token_ids, stop_token_ids=np.array([-1], np.int32)),
+        ValueError,
+        r"stop_token_ids\[0\] must be in 0 … 2147483647, got -1",
+    ),
+    (
+        lambda: ddtree.accept_tree(replace(TREE, parents=altered(TREE.parents, (0, 2), 2)), TREE.token_ids),
+        ValueError,
+        r"tree.parents\[0, 2\] must be in 0 … 1, an earlier node, got 2",
+    ),
+    (
+        lambda: ddtree.accept_tree(replace(TREE, depths=altered(TREE.depths, (0, 1), 2)), TREE.token_ids),
+        ValueError,
+        r"tree.depths\[0, 1\] must be 1, one more than its parent's, and at most max_depth = 3, got 2",
+    ),
+    (
+        lambda: ddtree.accept_tree(replace(TREE, max_depth=1), TREE.token_ids),
+        ValueError,
+        r"tree.depths\[0, 2\] must be 2.*at most max_depth = 1, got 2",
+    ),
+    (
+        lambda: ddtree.accept_tree(replace(TREE, token_ids=altered(TREE.token_ids, (0, 1), -1)), TREE.token_ids),
+        ValueError,
+        r"tree.token_ids\[0, 1\] must be in 0 … 2147483647, got -1",
+    ),
+    (
+        lambda: ddtree.accept_tree(replace(TREE, node_counts=np.array([6], np.int32)), TREE.token_ids),
+        ValueError,
+        r"tree.node_counts\[0\] must be in 1 … 5, got 6",
+    ),
+    (
+        lambda: ddtree.accept_tree(replace(TREE, visibility_words=np.zeros((1, 5, 2), np.uint32)), TREE.token_ids),
+        ValueError,
+        "tree.visibility_words must have 1 words a row for N = 5, got 2",
+    ),
+    # verify_attention
+    (lambda: attend(kv_cache=CACHE.astype(np.float16)), TypeError, "kv_cache must be of type float32, got float16"),
+    (lambda: attend(kv_cache=CACHE[:, :, :7].copy()), ValueError, r"kv_cache must have shape \(pages, S, C \+ R = 8\)"),
+    (lambda: attend(kv_lora_rank=9), ValueError, r"kv_lora_rank must be in 1 … 8 \(the last dimension of q\), got 9"),
+    (lambda: attend(scale=float("inf")), ValueError, "scale must be finite, got inf"),
+    (
+        lambda: attend(out=np.zeros((1, 5, 2, 8), np.float32)),
+        ValueError,
+        r"out must have shape \(B = 1, N = 5, H = 2, C = 6\), got",
+    ),
+    (
+        lambda: attend(prefix_lens=np.array([9], np.int32)),
+        ValueError,
+        r"page_table has room for 12 rows a request \(3 pages of 4\), but request 0 needs 14: prefix 9 and 5 of the tree",
+    ),
+    (
+        lambda: attend(page_table=np.array([[2, 4, 1]], np.int32)),
+        ValueError,
+        r"page_table\[0, 1\] must be in 0 … 3, got 4",
+    ),
+    (
+        lambda: attend(tree=replace(TREE, visibility_words=altered(TREE.visibility_words, (0, 1, 0), 1))),
+        ValueError,
+        r"tree.visibility_words\[0, 1\] must be what the parents say \(see visibility_words\)",
+    ),
+    # compact_cache
+    (lambda: compact(acceptance=TREE), TypeError, "acceptance must be a ddtree.Acceptance, got DraftTree"),
+    (
+        lambda: compact(acceptance=replace(KEPT, lengths=np.array([5], np.int32))),
+        ValueError,
+        r"acceptance.lengths must lie in 0 … 4, got \[5\]",
+    ),
+    (
+        lambda: compact(acceptance=replace(KEPT, node_indices=np.array([[0, 2, 2, -1]], np.int32))),
+        ValueError,
+        r"node_indices\[0\] must begin with the root, 0, and rise, got 2 at place 2",
+    ),
+    (
+        lambda: compact(acceptance=replace(KEPT, node_indices=np.array([[1, 2, 4, -1]], np.int32))),
+        ValueError,
+        r"node_indices\[0\] must begin with the root, 0, and rise, got 1 at place 0",
+    ),
+    (
+        lambda: compact(prefix_lens=np.array([8], np.int32)),
+        ValueError,
+        "request 0 needs 13: prefix 8 and 5 of the tree",
+    ),
+    (
+        lambda: compact(
+            page_table=np.array([[2, 0, 1], [3, 0, 1]], np.int32),
+            prefix_lens=np.array([5, 5], np.int32),
+            acceptance=ddtree.Acceptance(*(np.repeat(getattr(KEPT, f), 2, 0) for f in KEPT.__dataclass_fields__)),
+        ),
+        ValueError,
+        "page 0 holds rows of two verify windows",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "match"), CASES, ids=[match[:60] for _, _, match in CASES])
+def test_a_wrong_argument_is_named_with_what_it_was_and_must_be(
+    call: Callable[[], Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_a_read_only_cache_is_refused_before_anything_is_written() -> None:
+    cache = np.zeros((2, 4, 4, 8), np.float32)
+    cache.flags.writeable = False
+    with pytest.raises(ValueError, match="kv_cache must be writable, got a read-only array"):
+        compact(kv_cache=cache)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"log_probs": altered(GOOD["log_probs"], (0, 1, 0), 0.5)},
+        {"log_probs": altered(GOOD["log_probs"], (0, 2, 1), -0.5)},
+        {"token_ids": altered(GOOD["token_ids"], (0, 0, 1), -3)},
+        {"token_ids": altered(GOOD["token_ids"], (0, 2, 1), 5)},
+    ],
+    ids=["positive", "unsorted", "id", "repeated"],
+)
+def test_both_host_backends_find_the_same_fault(backend: str, fault: dict[str, Any]) -> None:
+    messages = set()
+    for name in ("reference", backend):
+        with pytest.raises(ValueError, match=r"\[0, ") as raised:
+            ddtree.build_tree(**draft(**fault), backend=name)
+        messages.add(str(raised.value))
+    assert len(messages) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_stands_behind_a_drafts_end_is_not_looked_at(backend: str) -> None:
+    log_probs = np.array([[[-1.0, np.nan, 7.0], [-np.inf, 3.0, np.inf]]], np.float32)
+    ids = np.array([[[4, -9, 4], [-1, -1, -1]]], np.int32)
+    tree = ddtree.build_tree(log_probs, ids, np.array([0], np.int32), budget=5, backend=backend)
+    assert tree.node_counts.tolist() == [2]
+
+
+def test_validation_can_be_turned_off_by_who_has_checked() -> None:
+    unsorted = draft(log_probs=altered(GOOD["log_probs"], (0, 2, 1), -0.5))
+    assert ddtree.build_tree(**unsorted, validate=False).node_counts.tolist() == [5]
+
+
+def test_int64_ids_give_the_same_tree() -> None:
+    wide = draft(token_ids=GOOD["token_ids"].astype(np.int64), root_token_ids=GOOD["root_token_ids"].astype(np.int64))
+    tree = ddtree.build_tree(**wide)
+    assert tree.token_ids.dtype == np.int32
+    assert tree.token_ids.tolist() == TREE.token_ids.tolist()
+
+
+def test_out_is_written_and_returned() -> None:
+    out = np.full((1, 5, 2, 6), np.nan, np.float32)
+    assert attend(out=out) is out
+    assert not np.isnan(out).any()

@@ -1,0 +1,320 @@
+"""Hypothesis strategies for drafts, trees, choices, caches and logits: NumPy arrays, valid by construction.
+
+Layers, each usable alone: :func:`parent_arrays` → :func:`draft_trees` → :func:`acceptance_inputs`; :func:`drafts` →
+:func:`built_trees`; any trees → :func:`paged_caches`. Sizes are small, because faults of these operations need few nodes
+to show; the exceptions are 32 and more nodes, where a word of bits ends, which are drawn on purpose.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+from hypothesis.errors import InvalidArgument
+from hypothesis.extra.numpy import arrays
+
+from ddtree import reference
+from ddtree.protocols import KVCache
+from ddtree.trees import DraftTree, tree_from_parents
+
+MAX_BATCH = 3
+MAX_NODES = 40
+MAX_DEPTH = 4
+MAX_CANDIDATES = 5
+MAX_TOKEN = 3
+"""Small, so that equal tokens among siblings, and token 0, are common."""
+VOCABULARY = 13
+"""Prime: every multiple of an id below it is another id."""
+PAGE_SIZES = (1, 3, 16, 64)
+
+DRAFT_KINDS = {
+    # each maps falls, whole numbers that add up along K, to log-probs; equal falls are ties
+    "eighths": lambda falls: falls / 8,
+    "sixteenths": lambda falls: falls / 16,
+    "bfloat16": lambda falls: (falls / 10 + 0.05).astype(ml_dtypes.bfloat16),
+    "flat": lambda falls: np.full(falls.shape, np.log(max(falls.shape[-1], 1))),
+    "sharp": lambda falls: np.minimum(1e-9 * 2.0 ** np.minimum(falls, 64), 30.0),  # sums round even in float64
+    "random": lambda falls: falls * 0.0371 + 0.0123,
+}
+LOGIT_KINDS = {
+    "eighths": (np.float32, 1 / 8),
+    "sixteenths": (np.float32, 1 / 16),
+    "wide": (np.float32, 4.0),
+    "tenths": (np.float32, 0.1),
+    "float16": (np.float16, 0.1),
+    "bfloat16": (ml_dtypes.bfloat16, 0.1),
+    "float64": (np.float64, 0.1),
+}
+
+
+class Draft(NamedTuple):
+    """What :func:`ddtree.build_tree` takes, but for the budget."""
+
+    log_probs: np.ndarray
+    token_ids: np.ndarray
+    root_token_ids: np.ndarray
+
+
+class AcceptanceInputs(NamedTuple):
+    """What :func:`ddtree.accept_tree` takes."""
+
+    tree: DraftTree
+    target_token_ids: np.ndarray
+    remaining: np.ndarray | None
+    stop_token_ids: np.ndarray | None
+
+    def __repr__(self) -> str:
+        t, n = self.tree, self.tree.node_counts
+        each = [(t.parents[b, : n[b]].tolist(), t.token_ids[b, : n[b]].tolist()) for b in range(t.batch_size)]
+        named = {k: None if v is None else v.tolist() for k, v in self._asdict().items() if k != "tree"}
+        return f"AcceptanceInputs((parents, token_ids)={each}, {', '.join(f'{k}={v}' for k, v in named.items())})"
+
+
+@st.composite
+def drafts(
+    draw,
+    *,
+    min_batch: int = 0,
+    max_batch: int = MAX_BATCH,
+    max_depth: int = MAX_DEPTH,
+    min_candidates: int = 0,
+    max_candidates: int = MAX_CANDIDATES,
+    kinds: tuple[str, ...] = tuple(DRAFT_KINDS),
+    tails: bool = True,
+):
+    """A :class:`Draft` with B, L and K within the bounds, of one of ``kinds``.
+
+    * ``tails`` allows depths to end early, in −inf or NaN and anything after it, with id −1 there.
+
+    Shrinks towards few requests, depths and candidates, ties, no tails, and ids 0, 1, 2, ….
+    """
+    _check_order("batch", 0, min_batch, max_batch)
+    _check_order("candidates", 0, min_candidates, max_candidates)
+    if max_candidates > VOCABULARY:
+        raise InvalidArgument(f"max_candidates={max_candidates} is larger than the vocabulary, {VOCABULARY}")
+    bounds = (min_batch, max_batch), (0, max_depth), (min_candidates, max_candidates)
+    B, L, K = draw(st.tuples(*(st.integers(*pair) for pair in bounds)))
+    falls = draw(arrays(np.int16, (B, L, K), elements=st.integers(0, 12), fill=st.just(0)))
+    kind = draw(st.sampled_from(kinds))
+    log_probs = -np.asarray(DRAFT_KINDS[kind](np.cumsum(falls, -1))).astype(np.float32)
+    # Multiples of a step below a prime are distinct: no id occurs twice at a depth.
+    first = draw(arrays(np.int32, (B, L, 1), elements=st.integers(0, VOCABULARY - 1), fill=st.just(0)))
+    step = draw(arrays(np.int32, (B, L, 1), elements=st.integers(1, VOCABULARY - 1), fill=st.just(1)))
+    token_ids = (first + step * np.arange(K, dtype=np.int32)) % VOCABULARY
+    if tails and K:
+        lost = draw(arrays(np.int8, (B, L), elements=st.integers(0, K), fill=st.just(0)))
+        tail = draw(arrays(np.float32, (B, L, K), elements=st.sampled_from([-np.inf, np.nan, 0.0, -0.5])))
+        end = K - lost[..., None]
+        tail = np.where((np.arange(K) == end) & (tail > -np.inf), np.float32(-np.inf), tail)
+        beyond = np.arange(K) >= end
+        log_probs, token_ids = np.where(beyond, tail, log_probs), np.where(beyond, np.int32(-1), token_ids)
+    roots = draw(arrays(np.int32, B, elements=st.integers(0, VOCABULARY - 1)))
+    return Draft(log_probs, token_ids, roots)
+
+
+def budgets(*, max_budget: int = MAX_NODES):
+    """A node budget: 0, the sizes about a word of bits, or any other; often above the number of paths.
+
+    Shrinks towards 0.
+    """
+    edges = [b for b in (30, 31, 32, 63, 64) if b <= max_budget]
+    return st.integers(0, max_budget) | st.sampled_from(edges) if edges else st.integers(0, max_budget)
+
+
+def built_trees(**bounds: Any):
+    """The trees that are built from :func:`drafts`, which takes the same arguments.
+
+    Shrinks towards trees of a root alone, as the draft does.
+    """
+    return st.builds(lambda draft, budget: reference.build_tree(*draft, budget=budget), drafts(**bounds), budgets())
+
+
+def parent_arrays(
+    *,
+    min_nodes: int = 1,
+    max_nodes: int = MAX_NODES,
+    max_depth: int | None = None,
+    max_children: int | None = None,
+):
+    """Parent of every node of any tree: int32 (n,), the root first with −1, every parent before its children.
+
+    * ``min_nodes``, ``max_nodes`` bound the number of nodes, the root included.
+    * ``max_depth``, ``max_children`` bound the shape; None means no bound.
+
+    Shrinks towards fewer nodes, and every node towards the root.
+    """
+    _check_order("nodes", 1, min_nodes, max_nodes)
+    if min_nodes > _capacity(max_depth, max_children):
+        raise InvalidArgument(f"no tree of min_nodes={min_nodes} has {max_depth=} and {max_children=}")
+    # One list and no separate size: deleting an entry leaves a valid tree, lowering one moves a node rootwards.
+    attach = st.lists(st.integers(0, max_nodes), min_size=min_nodes - 1, max_size=max_nodes - 1)
+    return attach.map(partial(_decode, max_depth=max_depth, max_children=max_children))
+
+
+@st.composite
+def draft_trees(
+    draw, *, min_batch: int = 0, max_batch: int = MAX_BATCH, max_nodes: int = MAX_NODES, max_token: int = MAX_TOKEN
+):
+    """A batch of arbitrary trees as a :class:`DraftTree`: any shape, unequal sizes, equal tokens among siblings.
+
+    Nodes come in any order that has parents first, not only in the order of a builder, and there may be slots that no
+    request uses.
+
+    Shrinks towards an empty batch, then roots alone, token 0, and no unused slots.
+    """
+    _check_order("batch", 0, min_batch, max_batch)
+    nodes = st.tuples(st.integers(0, max_nodes), st.integers(0, max_token))
+    tree = st.lists(nodes, min_size=1, max_size=max_nodes)  # the first is the root, and only its token counts
+    trees = draw(st.lists(tree, min_size=min_batch, max_size=max_batch))
+    N = max(map(len, trees), default=1) + draw(st.integers(0, 2))
+    parents, tokens = np.full((2, len(trees), N), -1, np.int32)
+    for b, one in enumerate(trees):
+        parents[b, : len(one)] = _decode([at for at, _ in one[1:]])
+        tokens[b, : len(one)] = [token for _, token in one]
+    return tree_from_parents(tokens, parents, np.array([len(one) for one in trees], np.int32))
+
+
+@st.composite
+def target_choices(draw, trees):
+    """``(tree, choices)``: after each node mostly the token of one of its children, else any token or −1.
+
+    Unused slots hold 0 or −1, either of which is there to be met by mistake.
+
+    Shrinks towards the first child's token everywhere: a long accepted path.
+    """
+    tree = draw(trees)
+    B, N = tree.token_ids.shape
+    draws = draw(arrays(np.int8, (B, N), elements=st.integers(0, 2 * MAX_TOKEN), fill=st.just(0)))
+    choices = np.where(draws % 2, np.int32(0), np.int32(-1))
+    for b in range(B):
+        children: list[list[int]] = [[] for _ in range(N)]
+        for i in range(1, int(tree.node_counts[b])):
+            children[tree.parents[b, i]].append(int(tree.token_ids[b, i]))
+        for i in range(int(tree.node_counts[b])):
+            # first the children's tokens, then any token from 0, last none
+            candidates = [*children[i], *range(MAX_TOKEN + 1), -1]
+            choices[b, i] = candidates[min(int(draws[b, i]), len(candidates) - 1)]
+    return tree, choices.astype(np.int32)
+
+
+@st.composite
+def acceptance_inputs(draw, trees=None, *, stops: bool = True):
+    """:class:`AcceptanceInputs` over ``trees`` (:func:`draft_trees` or :func:`built_trees` if left out).
+
+    * ``stops`` allows ``remaining`` (0 to 6, or a count beyond any path) and stop tokens; without, both are None.
+
+    Shrinks towards small trees that are accepted whole, with no limit and no stop token.
+    """
+    tree, choices = draw(target_choices(draft_trees() | built_trees() if trees is None else trees))
+    if not stops:
+        return AcceptanceInputs(tree, choices, None, None)
+    limits = arrays(np.int32, tree.batch_size, elements=st.integers(0, 6) | st.just(2**31 - 1))
+    tokens = st.lists(st.integers(0, MAX_TOKEN), max_size=2).map(lambda found: np.array(found, np.int32))
+    return AcceptanceInputs(tree, choices, draw(st.none() | limits), draw(st.none() | tokens))
+
+
+@st.composite
+def paged_caches(
+    draw,
+    tree: DraftTree,
+    *,
+    max_prefix: int = 20,
+    page_sizes: tuple[int | None, ...] = (*PAGE_SIZES, None),
+    layers: int = 2,
+    width: int = 3,
+    dtype: Any = np.float32,
+):
+    """A :class:`KVCache` for ``tree``: unequal prefixes from 0 up, pages in any order, NaN in every row not in use.
+
+    * ``page_sizes`` are those to choose from; None is one page a request.
+    * ``dtype`` may be any of ddtree's floating types; every NaN has a payload of its own, where the type has room.
+
+    Rows in use hold normal random numbers. Table entries of pages that no row needs are −1.
+
+    Shrinks towards empty prefixes, the first page size, and pages in order.
+    """
+    B = tree.batch_size
+    prefix_lens = draw(arrays(np.int32, B, elements=st.integers(0, max_prefix), fill=st.just(0)))
+    rows = prefix_lens + tree.node_counts
+    S = draw(st.sampled_from(page_sizes)) or int(rows.max(initial=1))
+    needed = -(-rows // S)
+    pages = int(needed.sum()) + draw(st.integers(0, 2))
+    order = iter(draw(st.permutations(range(pages))))
+    rng = np.random.default_rng(draw(st.integers(0, 9)))
+    data = _poison((layers, pages, S, width), dtype)
+    page_table = np.full((B, int(needed.max(initial=0))), -1, np.int32)
+    for b in range(B):
+        page_table[b, : needed[b]] = [next(order) for _ in range(needed[b])]
+        at = np.arange(rows[b])
+        values = rng.standard_normal((layers, rows[b], width)).astype(dtype)
+        data[:, page_table[b, at // S], at % S] = values
+    return KVCache(data, page_table, prefix_lens)
+
+
+@st.composite
+def logit_batches(
+    draw,
+    *,
+    min_vocab: int = 1,
+    max_vocab: int = 9,
+    max_rows: int = 3,
+    kinds: tuple[str, ...] = tuple(LOGIT_KINDS),
+    specials: tuple[float, ...] = (-np.inf, np.nan),
+):
+    """Logits (B, L, V) on a grid, so that ties are common, in the type of one of ``kinds``.
+
+    * ``specials`` stand in some places.
+
+    Shrinks towards no rows, a small vocabulary, and zeros.
+    """
+    _check_order("vocab", 0, min_vocab, max_vocab)
+    shape = draw(st.tuples(st.integers(0, 2), st.integers(0, max_rows), st.integers(min_vocab, max_vocab)))
+    # Beyond the grid's 41 values, each further one is a special: drawn rarely enough to leave most rows usable.
+    steps = draw(arrays(np.int8, shape, elements=st.integers(-20, 20 + len(specials)), fill=st.just(0)))
+    dtype, unit = LOGIT_KINDS[draw(st.sampled_from(kinds))]
+    values = steps * unit
+    for i, special in enumerate(specials):
+        values[steps == 21 + i] = special
+    return values.astype(dtype)
+
+
+def _decode(attach, max_depth=None, max_children=None):
+    """Entry i attaches node i + 1 to node ``min(entry, i)``, or to the nearest one with room, earlier ones first."""
+    parents, depths, children = [-1], [0], [0]
+    for at in attach:
+        at = min(at, len(parents) - 1)
+        for parent in (*range(at, -1, -1), *range(at + 1, len(parents))):
+            if (max_depth is None or depths[parent] < max_depth) and (
+                max_children is None or children[parent] < max_children
+            ):
+                children[parent] += 1
+                parents.append(parent)
+                depths.append(depths[parent] + 1)
+                children.append(0)
+                break  # where no node has room the tree is full, and the entry means nothing
+    return np.array(parents, np.int32)
+
+
+def _poison(shape, dtype):
+    """NaNs with payloads that differ from row to row, as far as the type has bits for it."""
+    dtype = np.dtype(dtype)
+    if dtype.itemsize == 2:
+        quiet = np.array(np.nan, dtype).view(np.uint16)
+        return (quiet | (np.arange(np.prod(shape)) % 32).astype(np.uint16)).reshape(shape).view(dtype)
+    bits = np.array(np.nan, dtype).view(f"u{dtype.itemsize}")
+    return (bits | np.arange(np.prod(shape)).astype(bits.dtype)).reshape(shape).view(dtype)
+
+
+def _check_order(name, least, low, high):
+    if not least <= low <= high:
+        raise InvalidArgument(f"min_{name}={low} must be in {least} … max_{name}={high}")
+
+
+def _capacity(max_depth, max_children):
+    """Nodes of the largest tree within the bounds; infinity where nothing bounds it."""
+    if max_depth == 0 or max_children == 0:
+        return 1
+    if max_depth is None or max_children is None:
+        return np.inf
+    return sum(max_children**d for d in range(max_depth + 1))

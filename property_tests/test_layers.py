@@ -1,0 +1,286 @@
+"""The model's layers against the references, and both against small cases worked by hand."""
+
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis.extra.numpy import arrays
+
+from ddtree import reference
+from ddtree.model import layers
+from ddtree.property_tests.compare import assert_close, assert_same
+
+SEEDS = st.integers(0, 2**32 - 1)
+DTYPES = pytest.mark.parametrize("dtype", ["float64", "float32"])
+SIZES = st.integers(1, 9)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def in_dtype(dtype, *inputs):
+    """The inputs in ``dtype`` and, rounded like them, in float64: a layer's and its reference's."""
+    narrow = [x.astype(dtype) if x.dtype == np.float64 else x for x in inputs]
+    return narrow, [x.astype(np.float64) if x.dtype == np.float32 else x for x in narrow]
+
+
+def assert_layer(name, *inputs, dtype, terms, **settings):
+    """The layer called ``name`` gives its inputs' type, and what the reference gives in float64.
+
+    ``terms`` makes, from the inputs, the sum of the sizes of the terms of each result: what rounding is relative to.
+    """
+    narrow, wide = in_dtype(dtype, *inputs)
+    expected = getattr(reference, name)(*wide, **settings)
+    assert_close(getattr(layers, name)(*narrow, **settings), expected, row=("layers", dtype), scale=terms(*wide))
+
+
+def swiglu_terms(x, gate_up, down):
+    gate, up = np.split(np.abs(x) @ np.abs(gate_up).T, 2, axis=-1)
+    return (gate * up) @ np.abs(down).T
+
+
+@DTYPES
+@given(seed=SEEDS, rows=st.integers(0, 4), width=SIZES, size=st.sampled_from([1e-3, 1.0, 1e3]))
+def test_rms_norm(dtype, seed, rows, width, size):
+    x, weight = size * normal(seed, rows, 2, width), normal(seed + 1, width)
+    # no element of a normalised row is above the root of its width
+    assert_layer("rms_norm", x, weight, dtype=dtype, terms=lambda x, weight: width**0.5 * np.abs(weight), eps=1e-6)
+
+
+def test_rms_norm_by_hand():
+    # the root of (9 + 16 + 0 + 0) / 4 + 0 is 2.5; a row of zeros stays 0 by eps alone
+    x, weight = np.array([[3.0, 4.0, 0.0, 0.0], [0.0] * 4]), np.array([1.0, 2.0, 1.0, 1.0])
+    expected = np.array([[1.2, 3.2, 0.0, 0.0], [0.0] * 4])
+    for rms_norm in (layers.rms_norm, reference.rms_norm):
+        assert_close(rms_norm(x, weight, eps=1e-30), expected, row=("layers", "float64"))
+
+
+@given(
+    half=st.integers(1, 16),
+    theta=st.sampled_from([100.0, 10_000.0, 50_000.0]),
+    factor=st.sampled_from([1.0, 4.0, 32.0]),
+    original=st.sampled_from([16, 64, 4096]),
+    betas=st.sampled_from([(32.0, 1.0), (1.0, 1.0), (4.0, 0.5)]),
+    truncate=st.booleans(),
+)
+def test_rope_frequencies(half, theta, factor, original, betas, truncate):
+    settings = {
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": betas[0],
+        "beta_slow": betas[1],
+        "truncate": truncate,
+    }
+    expected = reference.rope_frequencies(2 * half, theta, **settings)
+    assert_close(layers.rope_frequencies(2 * half, theta, **settings), expected, row=("layers", "float64"))
+
+
+def test_yarn_frequencies_by_hand():
+    """The pair that turns often is kept, the one that turns seldom slowed by the factor, the one between by half."""
+    # R = 6, theta = 1000: plain frequencies 1, 0.1, 0.01. A pair of index d turns 1000^(-d/3) · 2000π / 2π times
+    # within 2000π positions: 1000 times at d = 0 and 10 times at d = 2.
+    settings = {
+        "factor": 4.0,
+        "original_max_position_embeddings": 2000 * math.pi,
+        "beta_fast": 1000.0,
+        "beta_slow": 10.0,
+    }
+    expected = np.array([1.0, 0.1 * (0.5 + 0.5 / 4), 0.01 / 4])
+    for rope_frequencies in (layers.rope_frequencies, reference.rope_frequencies):
+        actual = rope_frequencies(6, 1000.0, truncate=False, **settings)
+        assert_close(actual, expected, row=("layers", "float64"))
+
+
+@given(position=st.integers(0, 200_000), theta=st.sampled_from([100.0, 10_000.0]), half=st.integers(1, 8))
+def test_rope_turns_the_unit_vector_by_the_angle(position, theta, half):
+    """In both layouts: (1, 0) of pair i becomes the cosine and sine of position · frequency."""
+    frequencies = reference.rope_frequencies(2 * half, theta)
+    cos, sin = layers.rope_cos_sin(np.array([position]), frequencies)
+    expected = np.array([[math.cos(position * f) for f in frequencies] + [math.sin(position * f) for f in frequencies]])
+    unit = np.concatenate([np.ones((1, half)), np.zeros((1, half))], -1)
+    assert_close(layers.rotate_halves(unit, cos, sin), expected, row=("layers", "float64"))
+    pairs = reference.rotate_pairs(np.tile([1.0, 0.0], half)[None], cos, sin)
+    assert_close(reference.deinterleave(pairs), expected, row=("layers", "float64"))
+
+
+@DTYPES
+@given(seed=SEEDS, rows=st.integers(0, 4), half=SIZES, attention_factor=st.sampled_from([1.0, 1.3]))
+def test_rotate_halves(dtype, seed, rows, half, attention_factor):
+    x, positions = normal(seed, rows, 3, 2 * half), np.random.default_rng(seed).integers(0, 9999, rows)
+    frequencies = reference.rope_frequencies(2 * half, 1e4)
+    cos, sin = reference.rope_cos_sin(positions, frequencies, attention_factor)
+    actual = layers.rope_cos_sin(positions, frequencies, attention_factor)
+    assert_close(np.stack(actual), np.stack([cos, sin]), row=("layers", "float64"))
+    terms = 2 * attention_factor * np.abs(x).max(initial=0.0)
+    assert_layer("rotate_halves", x, cos[:, None], sin[:, None], dtype=dtype, terms=lambda *_: terms)
+
+
+@given(seed=SEEDS, half=SIZES, position=st.integers(0, 9999))
+def test_the_two_rope_layouts_are_one_permutation_apart(seed, half, position):
+    """Rotating pairs and putting them apart is rotating halves of what was put apart: exactly, so weights can be permuted."""
+    x = normal(seed, 2 * half)
+    cos, sin = reference.rope_cos_sin(np.array(position), reference.rope_frequencies(2 * half, 1e4))
+    pairs = reference.deinterleave(reference.rotate_pairs(x, cos, sin))
+    assert_same(pairs, reference.rotate_halves(reference.deinterleave(x), cos, sin))
+
+
+@given(seed=SEEDS, half=SIZES, at=st.tuples(*[st.integers(0, 999)] * 3))
+def test_rotated_products_depend_on_the_distance_alone(seed, half, at):
+    q, k = normal(seed, 2, 2 * half)
+    frequencies = layers.rope_frequencies(2 * half, 1e4)
+
+    def product(q_position, k_position):
+        cos, sin = layers.rope_cos_sin(np.array([q_position, k_position]), frequencies)
+        rotated = layers.rotate_halves(np.stack([q, k]), cos, sin)
+        return rotated[:1] @ rotated[1]
+
+    i, j, shift = at
+    scale = 1000 * np.linalg.norm(q) * np.linalg.norm(k)  # angles up to 2000 radians, each 1e-16 of its size
+    assert_close(product(i + shift, j + shift), product(i, j), row=("layers", "float64"), scale=scale)
+
+
+@given(x=arrays(np.float64, st.integers(0, 5), elements=st.floats(-800, 800)))
+def test_sigmoid_is_precise_and_quiet_at_both_ends(x):
+    """Relative to its own size, where 1 / (1 + e^−x) has overflowed and (1 + tanh(x / 2)) / 2 has cancelled."""
+    expected = np.array([math.exp(v) / (1 + math.exp(v)) if v < 0 else 1 / (1 + math.exp(-v)) for v in x])
+    assert_close(layers.sigmoid(x), expected, row=("layers", "float64"), scale=expected)
+    narrow = layers.sigmoid(x.astype(np.float32))
+    assert narrow.dtype == np.float32
+    assert ((narrow >= 0) & (narrow <= 1)).all()
+
+
+@DTYPES
+@given(seed=SEEDS, rows=st.integers(0, 4), width=SIZES, inner=SIZES, size=st.sampled_from([1.0, 30.0]))
+def test_swiglu(dtype, seed, rows, width, inner, size):
+    x, gate_up, down = (
+        size * normal(seed, rows, width),
+        normal(seed + 1, 2 * inner, width),
+        normal(seed + 2, width, inner),
+    )
+    assert_layer("swiglu", x, gate_up, down, dtype=dtype, terms=swiglu_terms)
+
+
+def test_swiglu_by_hand():
+    # gate 0 halves nothing into 0; gate ln 3 gives 3/4 of itself; up 2 doubles
+    x = np.array([[math.log(3), 2.0]])
+    gate_up = np.array([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+    expected = np.array([[1.5 * math.log(3), -1.5 * math.log(3)]])
+    for swiglu in (layers.swiglu, reference.swiglu):
+        actual = swiglu(x, gate_up, np.array([[1.0, 5.0], [-1.0, 7.0]]))
+        assert_close(actual, expected, row=("layers", "float64"))
+
+
+def logit(p):
+    return math.log(p / (1 - p))
+
+
+ROUTED = [
+    # Group scores 1.0, 1.25, 1.15: expert 0, the best of all, is in the group that is dropped.
+    ({"n_group": 3, "topk_group": 2}, [0, 0, 0, 0, 0, 0], [2, 4, 5], [0.75, 0.6, 0.55]),
+    # A bias chooses (0.5 + 0.2 is above 0.6) and does not weigh.
+    ({"n_group": 3, "topk_group": 2}, [0, 0, 0, 0.2, 0, 0], [2, 3, 4], [0.75, 0.5, 0.6]),
+    # It can drop a group too: 1.0, 0.75, 1.15.
+    ({"n_group": 3, "topk_group": 2}, [0, 0, -0.5, 0, 0, 0], [0, 4, 5], [0.9, 0.6, 0.55]),
+    # A group goes by its best two, not by its best: 0.75 + 0.5 + 0.1 against 0.6 + 0.55 + 0.9.
+    ({"n_group": 2, "topk_group": 1}, [0, 0, 0, 0, 0, 0], [0, 2, 1], [0.9, 0.75, 0.1]),
+    ({"n_group": 1, "topk_group": 1}, [0, 0, 0, 0, 0, 0], [0, 2, 4], [0.9, 0.75, 0.6]),
+]
+SCORES = [0.9, 0.1, 0.75, 0.5, 0.6, 0.55]
+
+
+@pytest.mark.parametrize("route_experts", [layers.route_experts, reference.route_experts], ids=["layers", "reference"])
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+@pytest.mark.parametrize("groups, bias, experts, scores", ROUTED)
+def test_routing_by_hand(route_experts, norm_topk_prob, groups, bias, experts, scores):
+    logits = np.array([[logit(p) for p in SCORES]])
+    expert_ids, weights = route_experts(
+        logits,
+        np.array(bias, float),
+        num_experts_per_tok=3,
+        norm_topk_prob=norm_topk_prob,
+        routed_scaling_factor=2.0,
+        **groups,
+    )
+    assert expert_ids.tolist() == [experts]
+    expected = 2.0 * np.array([scores]) / (sum(scores) if norm_topk_prob else 1.0)
+    assert_close(weights, expected, row=("layers", "float64"))
+
+
+@pytest.mark.parametrize("route_experts", [layers.route_experts, reference.route_experts], ids=["layers", "reference"])
+def test_equal_scores_go_to_the_lowest_index(route_experts):
+    settings = {"num_experts_per_tok": 3, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+    logits, bias = np.array([[1.0, 2.0, 2.0, 1.0, 2.0, 1.0, 1.0, 2.0]]), np.zeros(8)
+    assert route_experts(logits, bias, n_group=1, topk_group=1, **settings)[0].tolist() == [[1, 2, 4]]
+    # each pair has one 1 and one 2, so that all groups are equal: the first two are taken
+    assert route_experts(logits, bias, n_group=4, topk_group=2, **settings)[0].tolist() == [[1, 2, 0]]
+
+
+def routing_settings(groups, experts, norm_topk_prob):
+    return {
+        "num_experts_per_tok": experts,
+        "n_group": groups[0],
+        "topk_group": groups[1],
+        "norm_topk_prob": norm_topk_prob,
+        "routed_scaling_factor": 2.5,
+    }
+
+
+SETTINGS = st.builds(
+    routing_settings,
+    st.sampled_from([(1, 1), (2, 1), (4, 2), (4, 4), (6, 3)]),  # of twelve experts
+    st.integers(1, 4),
+    st.booleans(),
+)
+
+
+@given(
+    kinds=arrays(np.int8, st.tuples(st.integers(0, 4), st.just(12)), elements=st.integers(0, 3), fill=st.just(0)),
+    values=arrays(np.float64, 4, elements=st.floats(-6, 6, width=16)),
+    steps=arrays(np.int8, 12, elements=st.integers(-3, 3), fill=st.just(0)),
+    settings=SETTINGS,
+)
+def test_routing_with_ties(kinds, values, steps, settings):
+    """Four kinds of logit for twelve experts, so that equal scores abound."""
+    # Where the two libraries' exponentials agree to the last bit, everything after them is exact, ties included.
+    exact = [1 / (1 + math.exp(-v)) if v >= 0 else math.exp(v) / (1 + math.exp(v)) for v in values]
+    assume(layers.sigmoid(values).tolist() == exact)
+    expert_ids, weights = layers.route_experts(values[kinds], steps / 4, **settings)
+    expected_ids, expected = reference.route_experts(values[kinds], steps / 4, **settings)
+    assert_same(expert_ids.astype(np.int32), expected_ids, "expert_ids")
+    assert_close(weights, expected, row=("layers", "float64"), scale=2.5)
+
+
+@given(seed=SEEDS, rows=st.integers(0, 4), settings=SETTINGS)
+def test_routing_in_float32(seed, rows, settings):
+    (logits, bias), wide = in_dtype("float32", normal(seed, rows, 12), 0.3 * normal(seed + 1, 12))
+    corrected = layers.sigmoid(wide[0]) + wide[1]
+    groups = np.sort(corrected.reshape(rows, settings["n_group"], -1))[..., -2:].sum(-1)
+    # scores within a rounding of each other may change places
+    assume(all((np.diff(np.sort(scores)) > 1e-5).all() for scores in (corrected, groups)))
+    expert_ids, weights = layers.route_experts(logits, bias, **settings)
+    expected_ids, expected = reference.route_experts(*wide, **settings)
+    assert_same(expert_ids.astype(np.int32), expected_ids, "expert_ids")
+    assert_close(weights, expected, row=("layers", "float32"), scale=2.5)
+
+
+@DTYPES
+@given(
+    seed=SEEDS,
+    expert_ids=arrays(np.int32, st.tuples(st.integers(0, 5), st.integers(1, 3)), elements=st.integers(0, 3)),
+    width=SIZES,
+    inner=SIZES,
+)
+def test_moe_experts(dtype, seed, expert_ids, width, inner):
+    """Any assignment: idle experts, one that has all tokens, one that a token has twice."""
+    x, weights = normal(seed, len(expert_ids), width), normal(seed + 1, *expert_ids.shape)
+    gate_up, down = normal(seed + 2, 4, 2 * inner, width), normal(seed + 3, 4, width, inner)
+
+    def terms(x, expert_ids, weights, gate_up, down):
+        each = np.stack([swiglu_terms(x, *expert) for expert in zip(gate_up, down, strict=True)], 1)
+        chosen = np.take_along_axis(each, expert_ids[:, :, None].astype(np.int64), 1)
+        return (np.abs(weights)[:, :, None] * chosen).sum(1)
+
+    assert_layer("moe_experts", x, expert_ids, weights, gate_up, down, dtype=dtype, terms=terms)
