@@ -66,10 +66,12 @@ def plot_tau_by_budget(table: TauTable, *, ax: Axes | None = None) -> Drawing:
             yerr=_distances(tau, table.low[rows], table.high[rows]),
             color=colour,
             marker=marker,
+            markerfacecolor="white" if mode == "chain" else colour,
             linestyle=line,
             markersize=5,
             capsize=3,
             label=mode,
+            zorder=3 if mode == "chain" else 2,  # what it covers is as large or larger
         )
     artists["autoregressive"] = ax.axhline(1, color=GREY, linewidth=1.2, linestyle=":", label="autoregressive")
     budgets = np.unique(table.budget)
@@ -79,7 +81,7 @@ def plot_tau_by_budget(table: TauTable, *, ax: Axes | None = None) -> Drawing:
     ax.minorticks_off()
     ax.set_ylim(bottom=0)
     ax.set_xlabel("node budget (drafted nodes checked a round)")
-    ax.set_ylabel("τ (tokens emitted a round)")
+    ax.set_ylabel(f"τ, tokens emitted a round ({table.level:.0%} intervals)")
     ax.legend(handles=list(artists.values()), frameon=False)
     _plain(ax)
     return Drawing(ax, artists)
@@ -106,7 +108,7 @@ def plot_acceptance_by_depth(table: AcceptanceTable, *, ax: Axes | None = None) 
     ax.set_xticks(depth, [f"{d}\nn = {n:,}" for d, n in zip(depth, table.n_offered[rows], strict=True)], fontsize=8)
     ax.set_ylim(0, 1.04)
     ax.set_xlabel("depth (n: rounds that reached it with something to offer)")
-    ax.set_ylabel("accepted share")
+    ax.set_ylabel(f"accepted share ({table.level:.0%} intervals)")
     _plain(ax)
     return Drawing(ax, {"rate": bars})
 

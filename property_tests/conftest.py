@@ -14,13 +14,13 @@ from hypothesis import settings
 from ddtree.property_tests._backends import chosen_backends, operations, ops_of
 from ddtree.protocols import OPS
 
-COMMON = {
-    "deadline": None,  # first call compiles
-    "report_multiple_bugs": False,
-}
-settings.register_profile("dev", max_examples=50, **COMMON)
-settings.register_profile("ci", max_examples=50, derandomize=True, print_blob=True, **COMMON)
-settings.register_profile("long", max_examples=5_000, print_blob=True, **COMMON)
+COMMON = settings(
+    deadline=None,  # first call compiles
+    report_multiple_bugs=False,
+)
+settings.register_profile("dev", COMMON, max_examples=50)
+settings.register_profile("ci", COMMON, max_examples=50, derandomize=True, print_blob=True)
+settings.register_profile("long", COMMON, max_examples=5_000, print_blob=True)
 PROFILE = os.environ.get("DDTREE_PROFILE", "ci" if os.environ.get("CI") == "true" else "dev")
 settings.load_profile(PROFILE)
 
@@ -48,4 +48,3 @@ def pytest_generate_tests(metafunc):
             metafunc.parametrize(
                 name, [pytest.param(op, id=op.backend, marks=[skip(reason=why)] if why else []) for op, why in found]
             )
-

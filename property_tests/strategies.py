@@ -1,11 +1,10 @@
 """Hypothesis strategies for drafts, trees, choices, caches and logits: NumPy arrays, valid by construction.
 
 Layers, each usable alone: :func:`parent_arrays` → :func:`draft_trees` → :func:`acceptance_inputs`; :func:`drafts` →
-:func:`built_trees`; any trees → :func:`paged_caches`. Sizes are small, because faults of these operations need few nodes
-to show; the exceptions are 32 and more nodes, where a word of bits ends, which are drawn on purpose.
+:func:`built_trees`; any tree → :func:`paged_caches`. Sizes are small, because these operations fail on few nodes if at
+all; only 32 nodes and more, where a word of bits ends, are drawn on purpose.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -130,7 +129,9 @@ def built_trees(**bounds: Any):
     return st.builds(lambda draft, budget: reference.build_tree(*draft, budget=budget), drafts(**bounds), budgets())
 
 
+@st.composite
 def parent_arrays(
+    draw,
     *,
     min_nodes: int = 1,
     max_nodes: int = MAX_NODES,
@@ -148,8 +149,8 @@ def parent_arrays(
     if min_nodes > _capacity(max_depth, max_children):
         raise InvalidArgument(f"no tree of min_nodes={min_nodes} has {max_depth=} and {max_children=}")
     # One list and no separate size: deleting an entry leaves a valid tree, lowering one moves a node rootwards.
-    attach = st.lists(st.integers(0, max_nodes), min_size=min_nodes - 1, max_size=max_nodes - 1)
-    return attach.map(partial(_decode, max_depth=max_depth, max_children=max_children))
+    attach = draw(_lists(st.integers(0, max_nodes), min_size=min_nodes - 1, max_size=max_nodes - 1))
+    return _decode(attach, max_depth, max_children)
 
 
 @st.composite
@@ -165,7 +166,7 @@ def draft_trees(
     """
     _check_order("batch", 0, min_batch, max_batch)
     nodes = st.tuples(st.integers(0, max_nodes), st.integers(0, max_token))
-    tree = st.lists(nodes, min_size=1, max_size=max_nodes)  # the first is the root, and only its token counts
+    tree = _lists(nodes, min_size=1, max_size=max_nodes)  # the first is the root, and only its token counts
     trees = draw(st.lists(tree, min_size=min_batch, max_size=max_batch))
     N = max(map(len, trees), default=1) + draw(st.integers(0, 2))
     parents, tokens = np.full((2, len(trees), N), -1, np.int32)
@@ -277,6 +278,14 @@ def logit_batches(
     for i, special in enumerate(specials):
         values[steps == 21 + i] = special
     return values.astype(dtype)
+
+
+def _lists(elements, *, min_size, max_size):
+    """Lists, of which more than by chance alone have 32 entries or more: there a word of bits ends."""
+    lists = st.lists(elements, min_size=min_size, max_size=max_size)
+    if not min_size < 32 <= max_size:
+        return lists
+    return lists | st.lists(elements, min_size=32, max_size=max_size)
 
 
 def _decode(attach, max_depth=None, max_children=None):

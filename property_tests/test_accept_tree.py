@@ -154,9 +154,7 @@ def test_roots_alone_give_a_bonus_each(accept_tree, B, N):
     kept = accept_tree(tree, np.full((B, N), 6, np.int32))
     assert_same_acceptance(
         kept,
-        Acceptance(
-            np.zeros((B, 1), np.int32), np.ones(B, np.int32), np.full(B, 6, np.int32), np.zeros(B, np.bool_)
-        ),
+        Acceptance(np.zeros((B, 1), np.int32), np.ones(B, np.int32), np.full(B, 6, np.int32), np.zeros(B, np.bool_)),
     )
 
 

@@ -19,19 +19,22 @@ from ddtree.trees import DraftTree
 def expected_tree(draft, budget):
     """The tree by brute force."""
     B, L, K = draft[0].shape
-    each = [brute_force.tree_fields(*(array[b] for array in draft), budget) for b in range(B)]
+    each = [brute_force.tree_fields(log_probs, ids, root, budget) for log_probs, ids, root in zip(*draft, strict=True)]
     N, W = 1 + budget, (1 + budget + 31) // 32
 
     def stack(name, dtype, *shape):
         return np.array([fields[name] for fields in each], dtype).reshape(B, *shape)
 
     return DraftTree(
-        *(stack(name, np.int32, N) for name in ("token_ids", "parents", "depths", "ranks")),
-        stack("scores", np.float64, N),
-        stack("node_counts", np.int32),
-        stack("visibility_words", np.uint32, N, W),
-        L,
-        K,
+        token_ids=stack("token_ids", np.int32, N),
+        parents=stack("parents", np.int32, N),
+        depths=stack("depths", np.int32, N),
+        ranks=stack("ranks", np.int32, N),
+        scores=stack("scores", np.float64, N),
+        node_counts=stack("node_counts", np.int32),
+        visibility_words=stack("visibility_words", np.uint32, N, W),
+        max_depth=L,
+        num_candidates=K,
     )
 
 
@@ -100,7 +103,9 @@ def test_large_tree_agrees_with_itself(build_tree, kind):
         assert tree.scores[b, i] == tree.scores[b, parent] + np.float64(draft[0][b, depth - 1, rank])
 
 
-@given(draft=drafts(min_batch=1, max_batch=1, max_depth=2, max_candidates=3, kinds=("eighths", "random")), data=st.data())
+@given(
+    draft=drafts(min_batch=1, max_batch=1, max_depth=2, max_candidates=3, kinds=("eighths", "random")), data=st.data()
+)
 def test_no_other_prefix_closed_set_of_that_size_has_more_mass(build_tree, draft, data):
     paths = dict(brute_force.rank_paths(draft.log_probs[0]))
     budget = data.draw(st.integers(0, len(paths)), label="budget")

@@ -147,7 +147,9 @@ def test_neighbouring_places_draw_independently(choose_tokens):
         assert_drawn_from(np.bincount((2 * one + other).ravel(), minlength=4), [0.25] * 4)
 
 
-@pytest.mark.parametrize("top_p, kept", [(0.5, 1), (0.5 + 2**-20, 2), (0.75, 2), (0.75 + 2**-20, 3), (2**-30, 1), (1, 3)])
+@pytest.mark.parametrize(
+    "top_p, kept", [(0.5, 1), (0.5 + 2**-20, 2), (0.75, 2), (0.75 + 2**-20, 3), (2**-30, 1), (1, 3)]
+)
 def test_nucleus_is_half_open_and_cuts_ties_by_id(choose_tokens, top_p, kept):
     # One half, one quarter, one quarter: a token is kept iff less than top_p of the mass lies before it.
     row, probabilities = np.log([0.25, 0.5, 0.25]), np.array([0.25, 0.5, 0.25])
@@ -214,7 +216,12 @@ def test_samples_at_a_low_temperature_are_among_the_likeliest(choose_tokens):
 def test_samples_from_a_large_vocabulary_are_those_of_the_reference(choose_tokens, kind, top_p):
     dtype, unit = LOGIT_KINDS[kind]
     logits = (np.random.default_rng(6).integers(-30, 30, (2, 4, 5003)) * unit).astype(dtype)
-    options = {"temperature": 0.8, "top_p": top_p, "seed": 2**40 + 3, "positions": np.arange(8, dtype=np.int32).reshape(2, 4)}
+    options = {
+        "temperature": 0.8,
+        "top_p": top_p,
+        "seed": 2**40 + 3,
+        "positions": np.arange(8, dtype=np.int32).reshape(2, 4),
+    }
     assert_same(choose_tokens(logits, **options), reference.choose_tokens(logits, **options))
 
 

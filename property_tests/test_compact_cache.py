@@ -23,7 +23,7 @@ class Case(NamedTuple):
 
 
 @st.composite
-def cases(draw, **bounds):
+def cases(draw, *, max_prefix=20):
     """A paged cache, and what was accepted of the trees whose rows it holds; two layers.
 
     Shrinks as the tree, the choices and the cache do.
@@ -31,7 +31,7 @@ def cases(draw, **bounds):
     inputs = draw(acceptance_inputs(draft_trees(max_nodes=12)))
     tree, choices, remaining, stops = inputs
     dtype = draw(st.sampled_from(DTYPES))
-    cache = draw(paged_caches(tree, dtype=dtype, **bounds))
+    cache = draw(paged_caches(tree, dtype=dtype, max_prefix=max_prefix))
     return Case(cache, reference.accept_tree(tree, choices, remaining=remaining, stop_token_ids=stops))
 
 

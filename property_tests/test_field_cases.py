@@ -115,7 +115,7 @@ def test_ties_are_in_the_order_of_paths_and_prefixes_come_first(build_tree):
 
 
 def test_scores_are_float64_sums(build_tree):
-    # −2⁻³⁰ is lost beside −1 in float32, where (0, 0) and (0, 1) would tie with ranks swapped at depth 1.
+    # Beside −1, float32 loses 2⁻³⁰: all six would tie, and (0, 0) and (0, 1) come before (1).
     log_probs = np.array([[[-1.0, -1.0], [-(2.0**-30), -(2.0**-29)]]], np.float32)
     tree = build(build_tree, log_probs, 6)
     assert paths(tree) == [(0,), (1,), (0, 0), (1, 0), (0, 1), (1, 1)]
@@ -325,7 +325,9 @@ def test_overlapping_moves_read_before_they_write(compact_cache):
 def test_an_axis_of_size_2_is_no_key_and_value_pair(compact_cache):
     # layers = pages = page size = width = 2: row 1 takes row 2, which is row 0 of the next page, in both layers.
     cache = np.arange(16, dtype=np.float32).reshape(2, 2, 2, 2)
-    kept = Acceptance(np.array([[0, 2]], np.int32), np.array([2], np.int32), np.zeros(1, np.int32), np.zeros(1, np.bool_))
+    kept = Acceptance(
+        np.array([[0, 2]], np.int32), np.array([2], np.int32), np.zeros(1, np.int32), np.zeros(1, np.bool_)
+    )
     after = compact_cache(cache, np.array([[0, 1]], np.int32), np.zeros(1, np.int32), kept)
     assert after.tolist() == [
         [[[0, 1], [4, 5]], [[4, 5], [6, 7]]],
@@ -342,8 +344,8 @@ def test_pages_of_the_prefix_are_left_alone(compact_cache):
 @pytest.mark.parametrize(
     "S, table, expected",
     [
-        (1, [5, 3, 1, 0, 2, 4], [0, 1, 2, 3, 0, 5]),  # row 3, page 0, goes to … worked out below
-        (3, [1, 0], [1, 2, 2, 3, 4, 5]),
+        (1, [5, 3, 1, 0, 2, 4], [2, 1, 4, 3, 4, 5]),  # rows hold 5, 3, 1, 0, 2, 4: page 0 gets 2, page 2 gets 4
+        (3, [1, 0], [1, 2, 2, 3, 4, 5]),  # rows hold 3, 4, 5, 0, 1, 2
         (6, [0], [0, 1, 2, 4, 5, 5]),
     ],
 )

@@ -1,6 +1,7 @@
 """The model's layers against the references, and both against small cases worked by hand."""
 
 import math
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -82,7 +83,7 @@ def test_yarn_frequencies_by_hand():
     """The pair that turns often is kept, the one that turns seldom slowed by the factor, the one between by half."""
     # R = 6, theta = 1000: plain frequencies 1, 0.1, 0.01. A pair of index d turns 1000^(-d/3) · 2000π / 2π times
     # within 2000π positions: 1000 times at d = 0 and 10 times at d = 2.
-    settings = {
+    settings: dict[str, Any] = {
         "factor": 4.0,
         "original_max_position_embeddings": 2000 * math.pi,
         "beta_fast": 1000.0,
@@ -120,7 +121,7 @@ def test_rotate_halves(dtype, seed, rows, half, attention_factor):
 
 @given(seed=SEEDS, half=SIZES, position=st.integers(0, 9999))
 def test_the_two_rope_layouts_are_one_permutation_apart(seed, half, position):
-    """Rotating pairs and putting them apart is rotating halves of what was put apart: exactly, so weights can be permuted."""
+    """Rotating pairs, then putting them apart, is rotating halves of what was put apart: so weights are permuted."""
     x = normal(seed, 2 * half)
     cos, sin = reference.rope_cos_sin(np.array(position), reference.rope_frequencies(2 * half, 1e4))
     pairs = reference.deinterleave(reference.rotate_pairs(x, cos, sin))
@@ -257,7 +258,7 @@ def test_routing_with_ties(kinds, values, steps, settings):
 def test_routing_in_float32(seed, rows, settings):
     (logits, bias), wide = in_dtype("float32", normal(seed, rows, 12), 0.3 * normal(seed + 1, 12))
     corrected = layers.sigmoid(wide[0]) + wide[1]
-    groups = np.sort(corrected.reshape(rows, settings["n_group"], -1))[..., -2:].sum(-1)
+    groups = np.sort(corrected.reshape(rows, settings["n_group"], 12 // settings["n_group"]))[..., -2:].sum(-1)
     # scores within a rounding of each other may change places
     assume(all((np.diff(np.sort(scores)) > 1e-5).all() for scores in (corrected, groups)))
     expert_ids, weights = layers.route_experts(logits, bias, **settings)

@@ -91,7 +91,14 @@ def test_nan_counts_as_minus_infinity(topk_log_probs, logits):
 
 @pytest.mark.parametrize(
     "row",
-    [[np.inf, 0.0, 1.0], [0.0, np.inf, np.nan], [np.inf, np.inf, 0.0], [-np.inf] * 3, [np.nan] * 3, [np.nan, -np.inf, np.nan]],
+    [
+        [np.inf, 0.0, 1.0],
+        [0.0, np.inf, np.nan],
+        [np.inf, np.inf, 0.0],
+        [-np.inf] * 3,
+        [np.nan] * 3,
+        [np.nan, -np.inf, np.nan],
+    ],
 )
 def test_a_row_without_a_distribution_is_all_minus_infinity(topk_log_probs, row):
     logits = np.array([[row, [0.0, 1.0, 2.0]]], np.float32)

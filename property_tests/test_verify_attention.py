@@ -50,7 +50,6 @@ class Case(NamedTuple):
             out[b, :n] = brute_force.attention(q[b, :n], keys, mask, scale, rank, **types)
         return out
 
-
     def plain_error(self, exact):
         """The worst row's error of the dense formula as a kernel may compute it, in the worst of some orders of sums.
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ddtree.analysis.acceptance import TauTable
     from ddtree.analysis.demo import Findings, Settings
 
 
@@ -53,11 +52,17 @@ def demo(output: Path, quick: bool) -> None:
         for note in found.notes:
             console.print(note, markup=False)
     console.print(f"\nWritten to {output.resolve()}: {', '.join(written)}", markup=False, soft_wrap=True)
-    checks = [check for found in findings.values() for check in found.checks]
-    wrong = [check.name for check in checks if not check.ok]
+    count = sum(len(found.checks) for found in findings.values())
+    wrong = [
+        f"{name}, {check.name}: {check.got}, should be {check.expected}"
+        + (f" ({check.detail})" if check.detail else "")
+        for name, found in findings.items()
+        for check in found.checks
+        if not check.ok
+    ]
     if wrong:
-        raise click.ClickException(f"{len(wrong)} of {len(checks)} checks failed: {'; '.join(wrong)}")
-    console.print(f"All {len(checks)} checks are as expected.")
+        raise click.ClickException("\n  ".join([f"{len(wrong)} of {count} checks failed", *wrong]))
+    console.print(f"All {count} checks are as expected.")
 
 
 def _check_writable(folder: Path) -> None:
@@ -90,25 +95,25 @@ def _run(console: Console, settings: Settings) -> dict[str, Findings]:
 
 def _write(folder: Path, settings: Settings, findings: dict[str, Findings]) -> list[str]:
     """Write the figures and results.json, each whole or not at all; return the names."""
-    from ddtree.analysis.acceptance import AcceptanceTable
     from ddtree.analysis.demo import draw
     from ddtree.analysis.environment import devices, versions
     from ddtree.analysis.figures import save
     from ddtree.kdtr import atomic_write
 
-    drawings = draw(findings)
+    drawings = draw(settings, findings)
     for name, drawing in drawings.items():
         save(drawing.figure, folder / name)
 
     def as_json(found: Findings) -> dict[str, Any]:
-        tables = {
-            name: {"level": table.level, "rows": table.records()}
-            | ({"tau": table.tau, "n_rounds": table.n_rounds} if isinstance(table, AcceptanceTable) else {})
-            for name, table in found.tables.items()
+        return {
+            "checks": [asdict(check) for check in found.checks],
+            "notes": found.notes,
+            "synthetic": found.synthetic,
+            "tau_by_budget": found.sweep and found.sweep.records(),
+            "acceptance_by_depth": found.by_depth and found.by_depth.records(),
+            "seconds": round(found.seconds, 2),
+            "error": found.error,
         }
-        checks = [asdict(check) for check in found.checks]
-        rest = {"notes": found.notes, "seconds": round(found.seconds, 2), "error": found.error}
-        return {"checks": checks, "tables": tables, **rest}
 
     document = {
         "ok": all(check.ok for found in findings.values() for check in found.checks),
@@ -127,23 +132,16 @@ def _tau_table(findings: dict[str, Findings]) -> Table:
     from rich import box
     from rich.table import Table
 
-    from ddtree.analysis.acceptance import TauTable
-
-    sweeps: dict[str, TauTable] = {
-        name: table
-        for found in findings.values()
-        for name, table in found.tables.items()
-        if isinstance(table, TauTable)
-    }
     table = Table(box=box.SIMPLE_HEAD, title="τ, tokens emitted a round, by node budget", title_justify="left")
     table.add_column("node\nbudget", justify="right")
-    columns = []
-    for name, sweep in sweeps.items():
-        for mode in dict.fromkeys(sweep.mode):
-            table.add_column(f"{name}\n{mode}", justify="right")
-            columns.append({row["budget"]: row["tau"] for row in sweep.records() if row["mode"] == mode})
-    for budget in sorted({budget for column in columns for budget in column}):
-        values = (column.get(budget) for column in columns)
+    columns: dict[str, dict[int, float]] = {}
+    for name, found in findings.items():
+        for row in found.sweep.records() if found.sweep else []:
+            columns.setdefault(f"{name}\n{row['mode']}", {})[row["budget"]] = row["tau"]
+    for head in columns:
+        table.add_column(head, justify="right")
+    for budget in sorted({budget for column in columns.values() for budget in column}):
+        values = (column.get(budget) for column in columns.values())
         table.add_row(str(budget), *("—" if value is None else f"{value:.2f}" for value in values))
     return table
 
@@ -157,9 +155,10 @@ def _check_table(findings: dict[str, Findings]) -> Table:
     table = Table("check", "expected", "got", "", box=box.SIMPLE_HEAD)
     for column in table.columns:
         column.overflow = "fold"
-    for found in findings.values():
+    for name, found in findings.items():
+        if found.checks:
+            table.add_row(Text(name, "bold"))
         for check in found.checks:
             verdict = Text("ok", "green") if check.ok else Text("WRONG", "bold red")
-            table.add_row(Text(check.name), Text(check.expected), Text(check.got), verdict)
-        table.add_section()
+            table.add_row(Text(f"  {check.name}"), Text(check.expected), Text(check.got), verdict)
     return table

@@ -36,21 +36,19 @@ def info(as_json: bool) -> None:
 
     console = Console(highlight=False)
     installed = versions()
-    console.print(", ".join(f"{name} {version}" for name, version in installed.items() if version), soft_wrap=False)
+    console.print(", ".join(f"{name} {version}" for name, version in installed.items() if version))
     console.print(
         f"not installed: {', '.join(name for name, version in installed.items() if not version) or 'nothing'}"
     )
-    for device in devices():
-        console.print(device, markup=False)
+    console.print(*devices(), sep="\n", markup=False, soft_wrap=True)
     console.print(_operations(states))
-    console.print("default: serves calls without backend=. other: serves calls that ask for it by name.")
+    console.print("default  serves calls without backend=: the first that has the operation, of")
     for kind, order in DEFAULT_ORDER.items():
-        console.print(f"Arrays on {kind}: {', then '.join(order)}; the first that has the operation.")
-    missing = [state for state in states if state.reason]
-    if missing:
-        console.print()
-    for state in missing:
-        console.print(f"{state.reason}", markup=False)
+        console.print(f"         {', '.join(order)} for arrays on {kind}")
+    console.print("other    serves calls that name it: backend=…")
+    for state in states:
+        if state.reason:
+            console.print(f"\n{state.reason}", markup=False, soft_wrap=True)  # a command must stay in one piece
 
 
 def _operations(states: tuple[BackendState, ...]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +57,7 @@ class NgramDrafter:
         if self.escape <= 0:
             raise ValueError(f"escape must be over 0, got {self.escape}")
         # Places from here on weigh less than float64 rounds to beside the first.
-        self._voters = None if self.recency == 1 else math.ceil(math.log(2.0**-53) / math.log(self.recency))
+        self._voters = INT32_MAX if self.recency == 1 else math.ceil(math.log(2.0**-53) / math.log(self.recency))
         self._indices: dict[int, _NgramIndex] = {}
 
     def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
@@ -68,28 +69,29 @@ class NgramDrafter:
         for b, (request, tokens) in enumerate(zip(context.request_ids, context.tokens, strict=True)):
             index = self._indices.setdefault(request, _NgramIndex(self.min_ngram, self.max_ngram))
             index.extend(tokens)
-            places = [np.array(ends[::-1][: self._voters], np.int64) for ends in index.suffix_places(tokens)]
+            places = [np.array(ends[-self._voters :][::-1], np.int64) for ends in index.suffix_places(tokens)]
             for d in range(depth):
-                shares = self._shares(tokens, [ends + d for ends in places])
-                best = sorted(shares.items(), key=lambda item: (-item[1], item[0]))[:topk]
-                for k, (token, share) in enumerate(best):
-                    token_ids[b, d, k] = token
-                    log_probs[b, d, k] = min(math.log(share), 0.0)
+                ids, shares = self._shares(tokens, [ends + d for ends in places])
+                best = np.lexsort((ids, -shares))[:topk]
+                token_ids[b, d, : len(best)] = ids[best]
+                log_probs[b, d, : len(best)] = np.minimum(np.log(shares[best]), 0.0)
         return log_probs, token_ids
 
-    def _shares(self, tokens: NDArray[np.int32], places: list[NDArray[np.int64]]) -> dict[int, float]:
-        """Probability of each token that stands at ``places``, longest order first, the most recent place first."""
-        shares: dict[int, float] = defaultdict(float)
-        escaped = 1.0
+    def _shares(
+        self, tokens: NDArray[np.int32], places: list[NDArray[np.int64]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """Tokens at ``places`` (longest order first, most recent place first) and each one's probability."""
+        found, weights, escaped = [np.empty(0, np.int32)], [np.empty(0)], 1.0
         for followers in places:
             known = followers < len(tokens)
             votes = self.recency ** np.flatnonzero(known).astype(np.float64)
-            total = votes.sum() + self.escape
-            ids, which = np.unique(tokens[followers[known]], return_inverse=True)
-            for token, count in zip(ids.tolist(), np.bincount(which, votes).tolist(), strict=True):
-                shares[token] += escaped * count / total
+            total = float(votes.sum()) + self.escape
+            found.append(tokens[followers[known]])
+            weights.append(votes * (escaped / total))
             escaped *= self.escape / total
-        return shares
+        ids, which = np.unique(np.concatenate(found), return_inverse=True)
+        shares: NDArray[Any] = np.bincount(which, np.concatenate(weights), minlength=len(ids))
+        return ids, shares
 
 
 class _NgramIndex:

@@ -97,15 +97,15 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[ArrayLike],
+        prompts: Iterable[ArrayLike],
         max_new_tokens: int,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Iterable[int] = (),
         *,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
         mode: Mode = "tree",
-        request_ids: Sequence[int] | None = None,
+        request_ids: Iterable[int] | None = None,
         on_round: Callable[[Round], None] | None = None,
     ) -> Generation:
         """Continue each prompt: the same tokens in every mode, with any drafter and in any batch.
@@ -190,7 +190,7 @@ class Engine:
         return plans[mode]
 
     def _checked_prompts(
-        self, prompts: Sequence[ArrayLike], max_new_tokens: int
+        self, prompts: Iterable[ArrayLike], max_new_tokens: int
     ) -> tuple[list[NDArray[np.int32]], int]:
         max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, INT32_MAX)
         checked = []

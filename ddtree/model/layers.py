@@ -242,7 +242,7 @@ def moe_experts(x: Any, expert_ids: Any, weights: Any, gate_up: Any, down: Any) 
             # straight to where the token's k-th output belongs
             outputs[order[start:end]] = swiglu(inputs[start:end], gate_up[expert], down[expert])
         start = end
-    return (weights[:, None, :] @ outputs.reshape(M, K, -1))[:, 0]
+    return (weights[:, None, :] @ outputs.reshape(M, K, x.shape[1]))[:, 0]
 
 
 @dataclass(frozen=True)
@@ -297,4 +297,4 @@ class LatentAttention:
     def output(self, latents: Any) -> Any:
         """The layer's (M, D) output from attention's (M, H, C) latents."""
         values = latents.transpose(1, 0, 2) @ self.v_up  # (H, M, V)
-        return values.transpose(1, 0, 2).reshape(len(latents), -1) @ self.out.T
+        return values.transpose(1, 0, 2).reshape(len(latents), self.out.shape[1]) @ self.out.T

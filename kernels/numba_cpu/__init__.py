@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-__all__ = [  # noqa: F822 - __getattr__ provides them
+__all__ = [
     "accept_tree",
     "build_tree",
     "choose_tokens",
@@ -27,7 +27,7 @@ class _Package(ModuleType):
     """A package whose functions keep their names from the modules that they are in."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Whoever loads a module has the import system set it as an attribute of its package, where the function belongs.
+        # The import system makes a module that it has loaded an attribute of the package, where the function belongs.
         super().__setattr__(name, getattr(value, name) if name in __all__ and isinstance(value, ModuleType) else value)
 
 

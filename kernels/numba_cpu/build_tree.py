@@ -14,8 +14,6 @@ the first 64 bits are not all: a path of d ranks below a budget of n takes at mo
 15 + 20 + 2 at depth 15 and budget 1,024. Where words are cut and equal, the paths are compared node by node.
 """
 
-from typing import Any
-
 import numpy as np
 from numba import float32, float64, int32, int64, uint32, uint64, void
 from numpy.typing import NDArray
@@ -76,7 +74,7 @@ def build_trees(log_probs, token_ids, roots, tokens, parents, depths, ranks, sco
 
     rank_codes = np.empty(K, np.uint64)  # left-aligned
     code_bits = np.empty(K, np.uint64)
-    b = 0
+    b = np.int64(0)
     for r in range(K):
         b += np.int64(r + 1 >= 2 << b)
         code_bits[r] = 2 * b + 1
@@ -187,11 +185,11 @@ def build_trees(log_probs, token_ids, roots, tokens, parents, depths, ranks, sco
             heap_scores[j], heap_codes[j], heap_paths[j] = new_score, new_code, new_path
 
         counts[q] = n
-        for i in range(1, np.int64(n)):
-            tokens[q, i] = token_ids[q, q_depths[i] - 1, q_ranks[i]]
-        for i in range(np.int64(n), N):
-            tokens[q, i], q_parents[i], q_depths[i], q_ranks[i], q_scores[i] = -1, -1, -1, -1, -np.inf
-            words[q, i] = 0
+        for node in range(1, np.int64(n)):
+            tokens[q, node] = token_ids[q, q_depths[node] - 1, q_ranks[node]]
+        for slot in range(np.int64(n), N):
+            tokens[q, slot], q_parents[slot], q_depths[slot], q_ranks[slot], q_scores[slot] = -1, -1, -1, -1, -np.inf
+            words[q, slot] = 0
 
 
 def build_tree(

@@ -1,4 +1,4 @@
-"""Cache compaction, one layer of one request a thread: rows move as bytes, so that every type of cache takes one kernel."""
+"""Cache compaction, a layer of a request a thread: rows move as bytes, so that one kernel serves every type."""
 
 from typing import Any
 
@@ -12,7 +12,17 @@ from ddtree.trees import Acceptance
 __all__ = ["compact_cache"]
 
 
-@compiled(void(inout(uint8, 4), readonly(int32, 2), readonly(int32, 1), readonly(int32, 2), readonly(int32, 1), int64, int64))  # fmt: skip
+@compiled(
+    void(
+        inout(uint8, 4),  # cache (layers, pages, S, bytes of a row)
+        readonly(int32, 2),  # page_table (B, max_pages)
+        readonly(int32, 1),  # prefix_lens (B,)
+        readonly(int32, 2),  # node_indices (B, L + 1)
+        readonly(int32, 1),  # lengths (B,)
+        int64,
+        int64,
+    )
+)
 def move_rows(cache, page_table, prefix_lens, node_indices, lengths, start, stop):  # type: ignore[no-untyped-def]
     """Move the rows of pairs ``start`` … ``stop`` of request and layer, the layer counting faster.
 

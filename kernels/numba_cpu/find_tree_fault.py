@@ -10,7 +10,7 @@ __all__ = ["find_tree_fault"]
 
 
 @compiled(
-    types.UniTuple(int64, 3)(
+    types.UniTuple(int64, 3)(  # type: ignore[no-untyped-call]
         readonly(int32, 2), readonly(int32, 2), readonly(int32, 2), readonly(int32, 1), int64, int64, int64
     )
 )

@@ -11,7 +11,7 @@ import numpy as np
 from numba import config, njit, types
 from numpy.typing import NDArray
 
-__all__ = ["as_array", "compiled", "in_parallel", "inout", "readonly"]
+__all__ = ["as_array", "compiled", "in_parallel", "inout", "native_floats", "readonly"]
 
 PIECES_A_THREAD = 4
 """Pieces of work for each thread: enough that a thread whose core is busy elsewhere holds nobody up for long."""
@@ -27,7 +27,7 @@ def inout(dtype: types.Type, ndim: int) -> types.Array:
     return types.Array(dtype, ndim, "C")
 
 
-def compiled(*signatures: types.Type, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+def compiled(*signatures: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function now, for ``signatures`` and nothing else, or take it from numba's cache.
 
     Kernels run without the GIL. Fixed signatures keep a read-only or an int64 array from compiling a variant of its own
@@ -50,6 +50,13 @@ def compiled(*signatures: types.Type, **options: Any) -> Callable[[Callable[...,
 def as_array(array: Any, dtype: Any) -> NDArray[Any]:
     """Return ``array`` as the kernels take it: the same memory where type and layout are the contract's already."""
     return np.require(array, dtype, ["C", "A"])
+
+
+def native_floats(array: NDArray[Any]) -> NDArray[Any]:
+    """Return ``array`` in a type that processors calculate in: bfloat16 and float16 become float32, which is exact."""
+    if array.dtype.name == "bfloat16":  # the upper half of a float32; astype would be several times slower
+        return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return as_array(array, np.float64 if array.dtype == np.float64 else np.float32)
 
 
 _pool: ThreadPoolExecutor | None = None
@@ -76,7 +83,7 @@ def in_parallel(kernel: Callable[..., Any], count: int, *arguments: Any, grain: 
     use (``NUMBA_NUM_THREADS``).
     """
     global _pool
-    threads = int(config.NUMBA_NUM_THREADS)
+    threads = int(config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
     pieces = max(1, min(threads * PIECES_A_THREAD, count // grain))
     if threads == 1 or pieces == 1:
         return [kernel(*arguments, 0, count)]

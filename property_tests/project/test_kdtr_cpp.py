@@ -27,7 +27,7 @@ def exchange(tmp_path_factory):
     if compiler is None:
         pytest.skip("no C++ compiler")
     program = tmp_path_factory.mktemp("cpp") / "kdtr_exchange"
-    command = [compiler, "-std=c++17", "-O1", *WARNINGS, "-I", include_dir(), str(SOURCE), "-o", str(program)]
+    command = [compiler, "-std=c++17", *WARNINGS, "-I", include_dir(), str(SOURCE), "-o", str(program)]
     compiled = subprocess.run([*command, *SANITIZERS], capture_output=True, text=True)
     if compiled.returncode or subprocess.run([program, "check"], capture_output=True).returncode:
         compiled = subprocess.run(command, capture_output=True, text=True)

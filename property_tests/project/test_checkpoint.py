@@ -1,0 +1,329 @@
+"""Models on disk: what loads gives the same logits in every form, and what does not says why."""
+
+import json
+import struct
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ddtree.kdtr import KdtrError, KdtrFile, read_kdtr, write_kdtr
+from ddtree.model import DeepseekV3, ModelConfig, Yarn, golden_bundle, load_model, save_bundle
+from ddtree.property_tests.compare import assert_same
+from ddtree.protocols import KVCache
+from ddtree.trees import chain_tree
+
+BUNDLE = golden_bundle("router_groups")
+FUSED = "mlp.experts.gate_up_proj"
+
+
+def bundle_parts(path=BUNDLE):
+    """Configuration and weights of a bundle, experts fused as they are there."""
+    arrays, metadata = read_kdtr(path)
+    return ModelConfig.from_dict(json.loads(metadata["config"])), {k: v for k, v in arrays.items() if "/" not in k}
+
+
+def split_experts(weights):
+    """The hub's names: three matrices an expert."""
+    split = {}
+    for name, tensor in weights.items():
+        if ".mlp.experts." not in name:
+            split[name] = tensor
+            continue
+        prefix = name.rpartition(".")[0]
+        for e, matrix in enumerate(tensor):
+            parts = {"gate_proj": matrix[: len(matrix) // 2], "up_proj": matrix[len(matrix) // 2 :]}
+            for part, rows in (parts if name.endswith(FUSED) else {"down_proj": matrix}).items():
+                split[f"{prefix}.{e}.{part}.weight"] = np.ascontiguousarray(rows)
+    return split
+
+
+def write_folder(folder, weights, config, shards=1):
+    """A folder as ``save_pretrained`` leaves it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        save_file(weights, folder / "model.safetensors")
+        return folder
+    names = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(sorted(weights))}
+    for file in set(names.values()):
+        save_file({name: weights[name] for name in names if names[name] == file}, folder / file)
+    index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def logits(model):
+    ids = read_kdtr(BUNDLE)[0]["golden/prompt"][None]
+    return model.forward(
+        chain_tree(ids), KVCache(model.new_cache(1, ids.size), np.zeros((1, 1), np.int32), np.zeros(1, np.int32))
+    ).logits
+
+
+def load(path, **options):
+    return load_model(path, **{"dtype": "float64", "backend": "reference"} | options)
+
+
+# What loads
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("layout", [dict, split_experts], ids=["fused", "split"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_every_form_of_a_folder_gives_the_bundles_logits(tmp_path, layout, dtype, shards):
+    config, weights = bundle_parts()
+    cast = {name: w.astype(dtype) for name, w in layout(weights).items()}
+    folder = write_folder(tmp_path / "model", cast, config.to_dict(), shards)
+    assert_same(logits(load(folder)), logits(load(BUNDLE)))
+    assert_same(logits(load(folder, dtype="float32")), logits(load(BUNDLE, dtype="float32")))
+
+
+def test_float16_weights_are_taken_as_they_are(tmp_path):
+    """bfloat16 values beyond float16's range or grid would round: what counts is the file's own values."""
+    config, weights = bundle_parts()
+    half = {name: w.astype(np.float16) for name, w in weights.items()}
+    exact = {name: w.astype(np.float64) for name, w in half.items()}
+    expected = logits(DeepseekV3(config, exact, dtype="float64", backend="reference"))
+    assert_same(logits(load(write_folder(tmp_path / "model", half, config.to_dict()))), expected)
+
+
+def test_mixed_layouts_and_what_is_passed_over(tmp_path):
+    """A layer's experts fused, another's not; prediction layers and old rotary buffers beside them."""
+    config, weights = bundle_parts()
+    split = split_experts(weights)
+    mixed = {k: v for k, v in weights.items() if "layers.2." not in k} | {
+        k: v for k, v in split.items() if "layers.2." in k
+    }
+    mixed["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    mixed["model.layers.3.enorm.weight"] = np.ones(48, np.float32)
+    settings = config.to_dict() | {"num_nextn_predict_layers": 1}
+    assert_same(logits(load(write_folder(tmp_path / "model", mixed, settings))), logits(load(BUNDLE)))
+    with pytest.raises(ValueError, match=r"have no place for model\.layers\.3\.enorm\.weight"):
+        load(write_folder(tmp_path / "model", mixed, settings | {"num_nextn_predict_layers": 0}))
+
+
+def test_tied_embeddings(tmp_path):
+    config, weights = bundle_parts()
+    settings = config.to_dict() | {"tie_word_embeddings": True}
+    head = weights.pop("lm_head.weight")
+    tied = logits(load(write_folder(tmp_path / "model", weights, settings)))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    assert_same(logits(load(write_folder(tmp_path / "model", weights, settings))), tied)
+    untied = logits(load(write_folder(tmp_path / "model", weights, config.to_dict())))
+    assert_same(untied, tied)
+    weights["lm_head.weight"] = head
+    with pytest.raises(ValueError, match=r"tie_word_embeddings is true, but lm_head\.weight differs"):
+        load(write_folder(tmp_path / "model", weights, settings))
+
+
+def test_bundle_round_trip_keeps_weights_and_what_goes_with_them(tmp_path):
+    config, weights = bundle_parts()
+    path = tmp_path / "model.kdtr"
+    save_bundle(path, config, split_experts(weights), extra={"notes/ids": np.arange(3)}, metadata={"made": "here"})
+    assert_same(logits(load(path)), logits(load(BUNDLE)))
+    with KdtrFile(path) as bundle:
+        assert bundle.metadata["made"] == "here"
+        assert bundle["notes/ids"].tolist() == [0, 1, 2]
+        assert bundle["model.norm.weight"].dtype == ml_dtypes.bfloat16
+
+
+# Configurations
+
+
+def test_configuration_round_trip():
+    config, _ = bundle_parts(golden_bundle("yarn"))
+    assert config.yarn == Yarn(4.0, 64, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=0.8)
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_both_generations_of_rope_settings_mean_the_same():
+    config, _ = bundle_parts(golden_bundle("yarn"))
+    old = config.to_dict()
+    rope = old.pop("rope_parameters")
+    rope["type"] = rope.pop("rope_type")
+    old |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "scoring_func": "sigmoid", "moe_layer_freq": 1}
+    assert ModelConfig.from_dict(old) == config
+    assert ModelConfig.from_dict(old | {"rope_scaling": None, "eos_token_id": [1, 7]}).yarn is None
+    assert ModelConfig.from_dict(old | {"eos_token_id": [1, 7]}).eos_token_ids == (1, 7)
+
+
+def test_yarn_by_hand():
+    """At factor e⁴ a weight of 1 gives 0.1 · 4 + 1 = 1.4, and 0.5 gives 1.2."""
+    config, _ = bundle_parts(golden_bundle("yarn"))
+    settings = config.to_dict()
+
+    def with_rope(**rope):
+        return ModelConfig.from_dict(settings | {"rope_parameters": {"rope_type": "yarn", "factor": np.e**4} | rope})
+
+    bare = with_rope()
+    assert bare.attention_factor == pytest.approx(1.4)
+    assert bare.attention_scale == pytest.approx(24**-0.5)
+    assert bare.yarn.original_max_position_embeddings == 256
+    both = with_rope(mscale=1.0, mscale_all_dim=0.5)
+    assert both.attention_factor == pytest.approx(1.4 / 1.2)
+    assert both.attention_scale == pytest.approx(24**-0.5 * 1.2**2)
+    assert with_rope(mscale=1.0, attention_factor=0.9).attention_factor == 0.9
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"attention_bias": True}, "attention_bias must be False, got True"),
+    ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+    ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', got 'softmax'"),
+    ({"topk_method": "greedy"}, "topk_method must be 'noaux_tc', got 'greedy'"),
+    ({"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+    ({"model_type": "llama"}, "model_type must be 'deepseek_v3' or 'kimi_k2', got 'llama'"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantised by 'fp8' are not supported"),
+    ({"num_key_value_heads": 1}, "num_key_value_heads must equal num_attention_heads = 4"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "must be 'default' or 'yarn', got 'linear'"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 0.5}}, "factor must be a number and at least 1 for yarn"),
+    ({"rope_parameters": {"rope_type": "yarn", "beta_fast": -1}}, "beta_fast must be a number and positive"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
+    ({"kv_lora_rank": None}, "the configuration lacks kv_lora_rank"),
+    ({"hidden_size": 0}, "hidden_size must be an integer of at least 1, got 0"),
+    ({"hidden_size": 48.0}, "hidden_size must be an integer of at least 1, got 48.0"),
+    ({"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0, got -1"),
+    ({"rms_norm_eps": 0.0}, "rms_norm_eps must be a positive number, got 0.0"),
+    ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+    ({"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, got 7"),
+    ({"n_group": 5}, "n_group must part n_routed_experts = 12 into equal groups of 2 experts or more, got 5"),
+    ({"n_group": 12}, "n_group must part n_routed_experts = 12"),
+    ({"topk_group": 5}, "topk_group must be at most n_group = 4, got 5"),
+    ({"num_experts_per_tok": 7}, "num_experts_per_tok must be at most 6, the experts in topk_group = 2 groups, got 7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, message", REFUSED, ids=[next(iter(change)) for change, _ in REFUSED])
+def test_configurations_that_are_refused(change, message):
+    config, _ = bundle_parts()
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        ModelConfig.from_dict(config.to_dict() | change)
+
+
+# What does not load
+
+
+def test_wrong_tensors_are_named():
+    config, weights = bundle_parts()
+    norm, bias = "model.norm.weight", "model.layers.1.mlp.gate.e_score_correction_bias"
+
+    def make(changed):
+        return DeepseekV3(config, changed, backend="reference")
+
+    with pytest.raises(ValueError, match=r"the weights lack lm_head\.weight, model\.norm\.weight$"):
+        make({k: v for k, v in weights.items() if k not in (norm, "lm_head.weight")})
+    with pytest.raises(ValueError, match=r"no place for a, b, c, d and 1 more"):
+        make(weights | dict.fromkeys("abcde", weights[norm]))
+    with pytest.raises(ValueError, match=r"e_score_correction_bias must have shape \(12,\) .* got \(11,\)"):
+        make(weights | {bias: weights[bias][:11]})
+    with pytest.raises(TypeError, match=r"model\.norm\.weight must be one of float16, .* got int8"):
+        make(weights | {norm: weights[norm].astype(np.int8)})
+    # one expert of a split layer
+    lost = split_experts(weights)
+    del lost["model.layers.2.mlp.experts.11.up_proj.weight"]
+    with pytest.raises(ValueError, match=r"the weights lack model\.layers\.2\.mlp\.experts\.11\.up_proj\.weight$"):
+        make(lost)
+
+
+def test_quantised_tensors_in_a_folder_are_refused(tmp_path):
+    config, weights = bundle_parts()
+    folder = write_folder(tmp_path / "model", weights, config.to_dict())
+    raw = (folder / "model.safetensors").read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + size])
+    # the same bytes as twice as many of one byte each
+    entry = header["model.norm.weight"]
+    entry |= {"dtype": "F8_E4M3", "shape": [2 * entry["shape"][0]]}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight in model\.safetensors must be .* got F8_E4M3: quantised"
+    ):
+        load(folder)
+
+
+def edit_index(folder, change):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def test_damaged_folders_are_named(tmp_path):
+    config, weights = bundle_parts()
+    folder = write_folder(tmp_path / "model", weights, config.to_dict(), shards=2)
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    name = "model.norm.weight"
+    held = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    other = {first: second, second: first}[held[name]]
+
+    edit_index(folder, lambda names: names.update({name: other}))
+    with pytest.raises(ValueError, match=rf"places {name} in {other}, which does not hold it"):
+        load(folder)
+    edit_index(folder, lambda names: names.update({name: "../elsewhere.safetensors"}))
+    with pytest.raises(ValueError, match=rf"must place {name} in a file of its own folder, got '\.\./elsewhere"):
+        load(folder)
+    edit_index(folder, lambda names: names.update({name: "absent.safetensors"}))
+    with pytest.raises(FileNotFoundError, match=r"absent\.safetensors"):
+        load(folder)
+    edit_index(folder, lambda names: names.clear())
+    with pytest.raises(ValueError, match=r"must have a 'weight_map' from tensors to files, got \{\}"):
+        load(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"):
+        load(folder)
+    (folder / "model.safetensors").write_bytes(b"not a header at all")
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable safetensors file"):
+        load(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json must hold a JSON object, got list"):
+        load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        load(folder)
+
+
+def test_a_missing_library_names_its_install_command(tmp_path, monkeypatch):
+    config, weights = bundle_parts()
+    folder = write_folder(tmp_path / "model", weights, config.to_dict())
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        load(folder)
+    load(BUNDLE)  # needs no such library
+
+
+def test_bundles_that_are_none(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "absent.kdtr")
+    path = tmp_path / "other.kdtr"
+    write_kdtr(path, {"x": np.zeros(3)}, {"kind": "trace"})
+    with pytest.raises(ValueError, match="is no model: its metadata has no 'config', only kind"):
+        load(path)
+    raw = bytearray(BUNDLE.read_bytes())
+    with KdtrFile(BUNDLE) as bundle:
+        raw[bundle.entries["model.norm.weight"].offset] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(KdtrError, match=r"model\.norm\.weight"):
+        load(path)
+    with pytest.raises(ValueError, match=r"name must be that of a golden bundle \(.*tiny.*\), got 'large'"):
+        golden_bundle("large")
+
+
+def test_save_bundle_refuses_and_leaves_no_file(tmp_path):
+    config, weights = bundle_parts()
+    path = tmp_path / "model.kdtr"
+    with pytest.raises(ValueError, match=r"lack model\.norm\.weight"):
+        save_bundle(path, config, {k: v for k, v in weights.items() if k != "model.norm.weight"})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight must have shape \(48,\) .* got \(47,\)"):
+        save_bundle(path, config, weights | {"model.norm.weight": np.ones(47)})
+    with pytest.raises(ValueError, match=r"must hold a slash, such as 'golden/notes', got 'notes'"):
+        save_bundle(path, config, weights, extra={"notes": np.ones(1)})
+    with pytest.raises(ValueError, match="metadata must not hold 'config'"):
+        save_bundle(path, config, weights, metadata={"config": "{}"})
+    assert not list(tmp_path.iterdir())
