@@ -1,0 +1,1 @@
+"""From runs to acceptance figures: statistics, pictures, and what the demo measures. Nothing else imports from here."""

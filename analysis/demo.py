@@ -20,7 +20,7 @@ from ddtree.analysis.acceptance import AcceptanceTable, TauTable, acceptance_tab
 from ddtree.analysis.agreement import compare_with_reference, first_line
 from ddtree.analysis.environment import backend_states
 from ddtree.drafters import NgramDrafter, NoiseLaw, OracleDrafter
-from ddtree.engine import Engine, Generation, ScriptedTarget
+from ddtree.engine import Engine, Generation, Round, ScriptedTarget
 from ddtree.kdtr import read_kdtr
 from ddtree.model import golden_bundle, load_model
 from ddtree.property_tests.tolerances import TOLERANCE
@@ -71,7 +71,7 @@ class Settings:
 
 
 FULL = Settings()
-QUICK = Settings(files=4, prompt_bytes=512, new_bytes=64, budgets=(1, 4, 16), examples=8)
+QUICK = Settings(files=4, prompt_bytes=512, new_bytes=64, budgets=(1, 2, 4, 8, 16), examples=8)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Check:
 class DrawnTree:
     """A tree worth a picture: a round's, a request's row in it, and the text before it."""
 
-    round: Any
+    round: Round
     row: int
     before: str
 
@@ -367,17 +367,18 @@ def _all_follow(
 
 
 def _tree_to_show(run: Generation, texts: Sequence[NDArray[np.int32]], prompt_bytes: int) -> DrawnTree | None:
-    """A round that keeps a fair path of a branching tree: of the paths of 4 to 8, the one with the most leaves."""
-    best, shown = 0, None
+    """A round that keeps 3 to 7 drafts: if there is one, without white space among them; then, of the most leaves."""
+    best, shown = (False, 0), None
     done = np.full(len(texts), prompt_bytes + 1)  # committed, with the prefill's
     for round_ in run.rounds:
         for row, request in enumerate(round_.request_ids):
             tree, length = round_.tree, int(round_.acceptance.lengths[row])
             n = int(tree.node_counts[row])
-            leaves = n - len(np.unique(tree.parents[row, 1:n]))
-            if 4 <= length <= 8 and leaves > best and not round_.acceptance.finished[row]:
+            kept = tree.token_ids[row, round_.acceptance.node_indices[row, 1:length]]
+            merit = bool((kept > ord(" ")).all()), n - len(np.unique(tree.parents[row, 1:n]))
+            if 4 <= length <= 8 and merit > best and not round_.acceptance.finished[row]:
                 before = texts[request][max(done[request] - 24, 0) : done[request]]
-                best, shown = leaves, DrawnTree(round_, row, "".join(map(byte_label, before.tolist())).lstrip("␣"))
+                best, shown = merit, DrawnTree(round_, row, "".join(map(byte_label, before.tolist())).lstrip("␣"))
             done[request] += length
     return shown
 

@@ -1,0 +1,1 @@
+"""The conformance suite: strategies, laws, goldens and field cases, for any backend."""

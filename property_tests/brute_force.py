@@ -56,6 +56,16 @@ def tree_fields(log_probs, token_ids, root, budget):
     }
 
 
+def paths_of(tree, b=0):
+    """Rank paths of a request's nodes without the root, in order of index; every parent must come first."""
+    paths = [()]
+    for i in range(1, int(tree.node_counts[b])):
+        parent = int(tree.parents[b, i])
+        assert 0 <= parent < i, f"parents[{b}, {i}] = {parent} is no earlier node"
+        paths.append((*paths[parent], int(tree.ranks[b, i])))
+    return paths[1:]
+
+
 def prefix_closed_sets(paths, size):
     """Every set of ``size`` paths that holds each member's prefixes; siblings may be left out."""
     for chosen in itertools.combinations(paths, size):

@@ -271,12 +271,12 @@ def logit_batches(
     """
     _check_order("vocab", 0, min_vocab, max_vocab)
     shape = draw(st.tuples(st.integers(0, 2), st.integers(0, max_rows), st.integers(min_vocab, max_vocab)))
-    # Beyond the grid's 41 values, each further one is a special: drawn rarely enough to leave most rows usable.
-    steps = draw(arrays(np.int8, shape, elements=st.integers(-20, 20 + len(specials)), fill=st.just(0)))
+    # Beyond the grid's 25 values, each further one is a special: drawn rarely enough to leave most rows usable.
+    steps = draw(arrays(np.int8, shape, elements=st.integers(-12, 12 + len(specials)), fill=st.just(0)))
     dtype, unit = LOGIT_KINDS[draw(st.sampled_from(kinds))]
     values = steps * unit
     for i, special in enumerate(specials):
-        values[steps == 21 + i] = special
+        values[steps == 13 + i] = special
     return values.astype(dtype)
 
 

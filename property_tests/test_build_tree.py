@@ -40,7 +40,7 @@ def expected_tree(draft, budget):
 
 def nodes(tree, b=0):
     """Rank paths and scores of a request's nodes, without the root."""
-    return [(tree.rank_path(b, i), float(tree.scores[b, i])) for i in range(1, tree.node_counts[b])]
+    return list(zip(brute_force.paths_of(tree, b), tree.scores[b, 1 : tree.node_counts[b]].tolist(), strict=True))
 
 
 def large_draft(kind, seed, *, L=8, K=48):

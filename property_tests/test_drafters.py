@@ -119,6 +119,12 @@ def test_noise_law_is_met_by_depth():
             assert abs(count - len(seen) * p) <= DEVIATIONS * sigma, (depth, rank, count)
 
 
+def test_rank_of_probability_zero_is_never_taken():
+    law = NoiseLaw([[0.0, 0.5, 0.0, 0.25]])
+    chances = (0.0, 0.25, 0.5, 0.625, 0.75, 0.875)
+    assert [law.rank(1, chance) for chance in chances] == [1, 1, 3, 3, None, None]
+
+
 def test_noise_depends_on_seed_request_and_position_alone():
     rows = {0: [0, 0, *TEXT[:9]], 1: [0, *TEXT[:9]], 2: [0, 0, *TEXT[:9]]}
     starts = {r: row[:-8] for r, row in rows.items()}
@@ -176,6 +182,14 @@ def test_figures_of_an_oracle_are_labelled_synthetic():
         assert drafter.synthetic
         assert "synthetic" in drafter.label
     assert not NgramDrafter().synthetic
+
+
+def test_oracle_forgets_requests_that_ended():
+    drafter = OracleDrafter([TEXT, TEXT], VOCABULARY)
+    drafter(context_of({0: [0, TEXT[0]], 1: [0, TEXT[0]]}), 1, 1)
+    drafter(context_of({1: [0, *TEXT[:2]]}, began=[], ended=[0]), 1, 1)
+    with pytest.raises(ValueError, match=r"request 0 must be one that began"):
+        drafter(context_of({0: [0, TEXT[0]]}, began=[]), 1, 1)
 
 
 @pytest.mark.parametrize(

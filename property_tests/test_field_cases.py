@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from ddtree.property_tests.brute_force import paths_of
 from ddtree.property_tests.compare import assert_same
 from ddtree.trees import Acceptance, tree_from_parents
 
@@ -16,10 +17,6 @@ def log(*probabilities):
 def build(build_tree, log_probs, budget, *, token_ids=None, root=9):
     ids = np.broadcast_to(np.arange(log_probs.shape[-1]), log_probs.shape) if token_ids is None else token_ids
     return build_tree(log_probs, np.array(ids, np.int32), np.full(len(log_probs), root, np.int32), budget=budget)
-
-
-def paths(tree, b=0):
-    return [tree.rank_path(b, i) for i in range(1, tree.node_counts[b])]
 
 
 def mass(tree):
@@ -64,7 +61,7 @@ def test_padded_columns_of_logit_0_never_win(topk_log_probs):
 
 def test_a_log_prob_of_minus_infinity_is_never_drafted(build_tree):
     tree = build(build_tree, log([0.5, 0.0], [0.5, 0.0]), 5)
-    assert paths(tree) == [(0,), (0, 0)]
+    assert paths_of(tree) == [(0,), (0, 0)]
     assert not np.isnan(tree.scores).any()
     assert tree.scores[0, 3:].tolist() == [-np.inf] * 3
 
@@ -72,7 +69,7 @@ def test_a_log_prob_of_minus_infinity_is_never_drafted(build_tree):
 def test_nan_ends_its_own_depth_and_no_other(build_tree):
     log_probs = log([0.5, 0.25, 0.125], [0.5, 0.25, 0.125])
     log_probs[0, 0, 1] = np.nan  # the 0.125 behind it is not read
-    assert paths(build(build_tree, log_probs, 9)) == [(0,), (0, 0), (0, 1), (0, 2)]
+    assert paths_of(build(build_tree, log_probs, 9)) == [(0,), (0, 0), (0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -105,38 +102,38 @@ def test_top_k_of_the_whole_vocabulary_and_of_a_vocabulary_of_one(topk_log_probs
 
 def test_of_equal_scores_the_path_that_is_lexicographically_first_wins(build_tree):
     # (0, 0) and (1) both have 1/4.
-    assert paths(build(build_tree, log(*[[0.5, 0.25]] * 3), 2)) == [(0,), (0, 0)]
+    assert paths_of(build(build_tree, log(*[[0.5, 0.25]] * 3), 2)) == [(0,), (0, 0)]
 
 
 def test_ties_are_in_the_order_of_paths_and_prefixes_come_first(build_tree):
     tied = np.zeros((1, 2, 2), np.float32)
-    assert paths(build(build_tree, tied, 6)) == [(0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1)]
-    assert paths(build(build_tree, tied, 4)) == [(0,), (0, 0), (0, 1), (1,)]
+    assert paths_of(build(build_tree, tied, 6)) == [(0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1)]
+    assert paths_of(build(build_tree, tied, 4)) == [(0,), (0, 0), (0, 1), (1,)]
 
 
 def test_scores_are_float64_sums(build_tree):
     # Beside −1, float32 loses 2⁻³⁰: all six would tie, and (0, 0) and (0, 1) come before (1).
     log_probs = np.array([[[-1.0, -1.0], [-(2.0**-30), -(2.0**-29)]]], np.float32)
     tree = build(build_tree, log_probs, 6)
-    assert paths(tree) == [(0,), (1,), (0, 0), (1, 0), (0, 1), (1, 1)]
+    assert paths_of(tree) == [(0,), (1,), (0, 0), (1, 0), (0, 1), (1, 1)]
     assert tree.scores[0, 3] == -1 - 2.0**-30
 
 
 def test_a_budget_of_the_depth_limit_need_not_give_a_chain(build_tree):
     tree = build(build_tree, log([0.5, 0.45, 0.05], [0.1, 0.05, 0.01]), 2)
-    assert paths(tree) == [(0,), (1,)]
+    assert paths_of(tree) == [(0,), (1,)]
     assert mass(tree) == 0.95  # a chain has 0.5 + 0.05
 
 
 def test_children_join_one_at_a_time_and_not_all_with_their_parent(build_tree):
     tree = build(build_tree, log(*[[0.9, 0.05, 0.03, 0.02]] * 4), 4)
-    assert paths(tree) == [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
+    assert paths_of(tree) == [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
     assert mass(tree) == 3.0951  # 0.9 + 0.81 + 0.729 + 0.6561; four siblings have 1
 
 
 def test_an_exhausted_draft_repeats_no_node(build_tree):
     tree = build(build_tree, log([0.6, 0.4]), 5)
-    assert paths(tree) == [(0,), (1,)]
+    assert paths_of(tree) == [(0,), (1,)]
     assert tree.node_counts.tolist() == [3]
     assert tree.parents.tolist() == [[-1, 0, 0, -1, -1, -1]]
 
@@ -156,7 +153,7 @@ def test_one_token_under_two_parents_is_two_nodes(build_tree):
 def test_parents_come_before_their_children(build_tree):
     tree = build(build_tree, log([0.5, 0.4], [0.9, 0.1], [0.8, 0.2]), 14)
     assert (tree.parents[0, 1:] < np.arange(1, 15)).all()
-    assert sorted(paths(tree), key=len)[-1] == (1, 1, 1)
+    assert sorted(paths_of(tree), key=len)[-1] == (1, 1, 1)
 
 
 # Positions and masks

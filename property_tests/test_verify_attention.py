@@ -31,6 +31,11 @@ class Case(NamedTuple):
     scale: float
     kv_lora_rank: int
 
+    def __repr__(self):
+        trees = [p[:n].tolist() for p, n in zip(self.tree.parents, self.tree.node_counts, strict=True)]
+        sizes = f"q={self.q.shape}, pages={self.cache.data.shape[1:]}, scale={self.scale}, C={self.kv_lora_rank}"
+        return f"Case(parents={trees}, prefix_lens={self.cache.prefix_lens.tolist()}, {self.q.dtype}, {sizes})"
+
     def call(self, verify_attention, **options):
         q, cache, tree, scale, rank = self
         paged = cache.data[0], cache.page_table, cache.prefix_lens
@@ -73,16 +78,20 @@ def worst_row_error(out, exact):
     return float((errors[sizes > 0] / sizes[sizes > 0]).max(initial=0.0))
 
 
-def assert_near(out, case):
-    """Within the table's bound of the exact result, and zero where no node is."""
+def assert_near(out, case, *, small=False):
+    """Within the table's bound of the exact result, and zero where no node is.
+
+    Of a ``small`` case, whose plain formula may be exact by luck, some roundings are allowed in any event.
+    """
     name, exact = str(case.q.dtype), case.dense()
     assert_same_form(out, np.empty(exact.shape, case.q.dtype))
     unused = np.arange(case.tree.num_slots) >= case.tree.node_counts[:, None]
     assert_same(out[unused], np.zeros_like(out[unused]), "unused slots")
     allowed = TOLERANCE["verify_attention", name].bound
     if name != "float64":
-        rounding = float(ml_dtypes.finfo(case.q.dtype).eps)  # of a small case the plain formula may be exact
-        allowed *= max(case.plain_error(exact), rounding)
+        allowed *= case.plain_error(exact)
+        if small:
+            allowed = max(allowed, TOLERANCE["verify_attention", "small cases"].bound)
     error = worst_row_error(out, exact)
     assert error <= allowed, f"the worst row is off by {error:.3g}, {allowed:.3g} is allowed"
 
@@ -103,7 +112,7 @@ def cases(draw, dtype):
     cache = draw(paged_caches(tree, layers=1, width=6, dtype=dtype))
     rng = np.random.default_rng(draw(st.integers(0, 9)))
     q = poisoned_queries(rng, tree, draw(st.integers(1, 3)), 6, dtype)
-    return Case(q, cache, tree, draw(st.sampled_from([1.0, 0.25])), draw(st.sampled_from([4, 6, 1])))
+    return Case(q, cache, tree, draw(st.sampled_from([1.0, 0.25])), draw(st.sampled_from([4, 6])))
 
 
 def large_case(dtype=np.float32, *, shape="random", N=33, prefixes=(70, 0, 5), page_size=16, heads=4, size=1.0, seed=0):
@@ -136,7 +145,7 @@ def or_skip(call):
 
 @given(case=cases(np.float32))
 def test_node_attends_to_the_prefix_and_its_path(verify_attention, case):
-    assert_near(case.call(verify_attention), case)
+    assert_near(case.call(verify_attention), case, small=True)
 
 
 @given(case=cases(np.float64))

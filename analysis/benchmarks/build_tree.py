@@ -4,6 +4,7 @@ The published builder (DDTree, arXiv 2604.12989, Algorithm 1 and the code releas
 time: a ``heapq`` of tuples, then the ancestors' matrix, a row a node, in NumPy. It is written again here with the same
 structure. Its sibling scores are made by subtracting and adding, which agrees with the contract's sums where float64
 is exact, as on these drafts: so before anything is timed, all builders must have given the same trees.
+"""
 
 from __future__ import annotations
 

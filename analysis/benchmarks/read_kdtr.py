@@ -72,7 +72,7 @@ def main(gib: float, repeats: int, folder: str | None) -> None:
     base = statistics.median(times["readinto + zlib.crc32"])
     table = Table(title=f"{gib:g} GiB from the page cache, {repeats} reads, {os.cpu_count()} CPUs")
     table.add_column("reader", no_wrap=True)
-    for title in ("median, s", "fastest, s", "slowest, s", "GiB/s", "ratio of medians"):
+    for title in ("median s", "min s", "max s", "GiB/s", "ratio of medians"):
         table.add_column(title, justify="right")
     for name, seconds in times.items():
         median = statistics.median(seconds)

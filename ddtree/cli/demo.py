@@ -51,7 +51,8 @@ def demo(output: Path, quick: bool) -> None:
     for found in findings.values():
         for note in found.notes:
             console.print(note, markup=False)
-    console.print(f"\nWritten to {output.resolve()}: {', '.join(written)}", markup=False, soft_wrap=True)
+    console.print(f"\nWritten to {output.resolve()}:", markup=False, soft_wrap=True)
+    console.print(", ".join(written), markup=False)
     count = sum(len(found.checks) for found in findings.values())
     wrong = [
         f"{name}, {check.name}: {check.got}, should be {check.expected}"
@@ -142,7 +143,7 @@ def _tau_table(findings: dict[str, Findings]) -> Table:
         table.add_column(head, justify="right")
     for budget in sorted({budget for column in columns.values() for budget in column}):
         values = (column.get(budget) for column in columns.values())
-        table.add_row(str(budget), *("—" if value is None else f"{value:.2f}" for value in values))
+        table.add_row(str(budget), *("-" if value is None else f"{value:.2f}" for value in values))
     return table
 
 

@@ -66,6 +66,6 @@ def _operations(states: tuple[BackendState, ...]) -> Table:
     for state in states:
         table.add_column(state.name + ("\n(not here)" if state.reason else ""), no_wrap=True)
     for op in OPS:
-        cells = ("—" if op not in s.ops else "default" if (s.name, op) in first else "other" for s in states)
+        cells = ("-" if op not in s.ops else "default" if (s.name, op) in first else "other" for s in states)
         table.add_row(op, *cells)
     return table

@@ -9,9 +9,9 @@ would cost more than everything else, so each path carries a code, a 64-bit word
 of its ranks one after the other from the highest bit, zeros behind. A rank r has the code of r + 1 in b ones, a zero,
 and its b bits below the leading one (b = ⌊log2(r + 1)⌋): codes of larger ranks are larger, none is a prefix of another,
 and rank 0 is a single zero bit. Two paths have the same word if one continues the other by zeros alone, but two paths
-in the heap never continue one another, since a path enters once its parent has left. They are then told apart, unless
-the first 64 bits are not all: a path of d ranks below a budget of n takes at most d + 2·log2(n) + 2 bits, for example
-15 + 20 + 2 at depth 15 and budget 1,024. Where words are cut and equal, the paths are compared node by node.
+in the heap never continue one another, since a path enters once its parent has left. So words tell paths apart, as long
+as they hold whole codes: a path of d ranks under a budget of n takes at most d + 2·log2(n) + 2 bits, for example 37 at
+depth 15 and budget 1,024. Where words are cut and equal, the paths are compared node by node.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ NODES_A_PIECE = 2048
 
 # numba wraps signed indices round as Python does, at the price of a comparison and a selection in every access: what
 # indexes the heap is unsigned, and so are the constants beside it (a signed one would turn the sum into a float).
-ZERO, ONE, TWO = np.uint64(0), np.uint64(1), np.uint64(2)
+ZERO, ONE = np.uint64(0), np.uint64(1)
 RANK_BITS = np.uint64(32)
 RANK_MASK = np.uint64(0xFFFFFFFF)
 WORD_BITS = np.uint64(64)
@@ -96,7 +96,9 @@ def build_trees(log_probs, token_ids, roots, tokens, parents, depths, ranks, sco
         words[q, 0, 1:] = 0
         n = ONE  # nodes so far
         size = ZERO  # of the heap
-        cut = False  # whether a code that is longer than its word has entered the heap
+        # Whether two words may be equal. The paths, which are no siblings, then part behind the word or in a code that
+        # it cuts, so at least one of them has a parent whose code fills the word.
+        cut = False
         if K > 0:
             for d in range(L):
                 likeliest[d] = log_probs[q, d, 0]
@@ -117,7 +119,8 @@ def build_trees(log_probs, token_ids, roots, tokens, parents, depths, ranks, sco
                 words[q, n, w] = words[q, parent, w]
             words[q, n, n >> np.uint64(5)] |= np.uint32(ONE << (n & np.uint64(31)))
 
-            # The best path is replaced by the better of its sibling and its child, and the other one is pushed.
+            # The best path is replaced by the better of its sibling and its child, and the other one is pushed. (Either
+            # may be which: on it hangs the time, not the tree.)
             # Ranks enter one after the other and stop at the first NaN or −inf: what lies behind is never read.
             new_score, new_code, new_path = -np.inf, ZERO, ZERO
             sibling = rank + ONE
@@ -127,7 +130,6 @@ def build_trees(log_probs, token_ids, roots, tokens, parents, depths, ranks, sco
                 used = node_bits[parent]
                 if used < WORD_BITS:
                     new_code |= rank_codes[sibling] >> used
-                cut |= used + code_bits[sibling] > WORD_BITS
                 new_path = (parent << RANK_BITS) | sibling
             depth += ONE
             if depth < np.uint64(L) and likeliest[depth] > -np.inf:
@@ -136,8 +138,7 @@ def build_trees(log_probs, token_ids, roots, tokens, parents, depths, ranks, sco
                 if new_score == -np.inf:
                     new_score, new_code, new_path = child_score, child_code, child_path
                 else:
-                    # The child's path continues the node's and the sibling's comes after all that do.
-                    if child_score >= new_score:
+                    if child_score > new_score:
                         new_score, child_score = child_score, new_score
                         new_code, child_code = child_code, new_code
                         new_path, child_path = child_path, new_path

@@ -1,7 +1,7 @@
 """The target's choice after each node, one node a thread: greedy, or sampled by keyed Gumbel noise.
 
-Bit for bit the reference's choices, with less work: noise is bounded, so only tokens within reach of the likeliest
-one's noisy score are given any. The logarithm, the exponential and the generator are those of :mod:`ddtree.reference`,
+Bit for bit the reference's choices, with less work: noise is bounded, so most tokens are seen to lose without their
+noise. The logarithm, the exponential and the generator are those of :mod:`ddtree.reference`,
 in the same sequence of operations; they stand in this file since numba's cache notices a change of a kernel's own file
 alone.
 """
@@ -22,6 +22,9 @@ __all__ = ["choose_tokens"]
 MOST_NOISE = 22.9
 """Above the greatest noise that 32 bits give: −log(−log(1 − 2⁻³³)) = 22.873…"""
 
+ROUNDING = 1.0 + 1e-9
+"""Room for the roundings of a bound, some 1e-16 each."""
+
 LEAST_MASS = -28.0
 """Below this (of logit − greatest, over the temperature), exp(z) · 2⁴⁰ is 0.76 at most, and its floor 0."""
 
@@ -31,6 +34,7 @@ HALF, LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 M0, M1 = MULTIPLIERS
 W0, W1 = np.uint64(WEYL[0]), np.uint64(WEYL[1])
 EXPONENT, MANTISSA = 0x7FF, (1 << 52) - 1
+NOT_SIGN, INFINITY_BITS = (1 << 63) - 1, EXPONENT << 52
 
 
 @compiled(float64(float64))
@@ -63,17 +67,59 @@ def portable_exp(x):  # type: ignore[no-untyped-def]
     return y * np.int64((np.int64(k) + 1023) << 52).view(np.float64)
 
 
-@compiled(float64(uint64, uint64, uint64, uint64, uint64))
-def gumbel_noise(token, position, request_id, key0, key1):  # type: ignore[no-untyped-def]
-    """Standard Gumbel noise of a token: word ``token % 4`` of counter (token // 4, position, request id)."""
-    c0, c1, c2, c3 = token >> np.uint64(2), position, request_id & LOW, request_id >> HALF
+@compiled(void(uint64, uint64, uint64, uint64, uint64, inout(float64, 1)))
+def fill_uniforms(block, position, request_id, key0, key1, uniforms):  # type: ignore[no-untyped-def]
+    """The uniform numbers, inside (0, 1), of four tokens: the words of counter (block, position, request id)."""
+    c0, c1, c2, c3 = block, position, request_id & LOW, request_id >> HALF
     for _ in range(10):
         p0, p1 = M0 * c0, M1 * c2
         c0, c1, c2, c3 = (p1 >> HALF) ^ c1 ^ key0, p1 & LOW, (p0 >> HALF) ^ c3 ^ key1, p0 & LOW
         key0, key1 = (key0 + W0) & LOW, (key1 + W1) & LOW
-    lane = token & np.uint64(3)
-    word = c0 if lane == np.uint64(0) else c1 if lane == np.uint64(1) else c2 if lane == np.uint64(2) else c3
-    return -portable_log(-portable_log((np.float64(word) + 0.5) * 2.0**-32))
+    uniforms[0] = (np.float64(c0) + 0.5) * 2.0**-32
+    uniforms[1] = (np.float64(c1) + 0.5) * 2.0**-32
+    uniforms[2] = (np.float64(c2) + 0.5) * 2.0**-32
+    uniforms[3] = (np.float64(c3) + 0.5) * 2.0**-32
+
+
+@compiled(int64(inout(float64, 1), uint64, uint64, uint64, uint64))
+def noisiest(z, position, request_id, key0, key1):  # type: ignore[no-untyped-def]
+    """The first token of greatest z plus Gumbel noise, −log(−log(u)) of a uniform u of its own.
+
+    Noise is the greater part of the work, and a token mostly shows sooner that it cannot win: no noise is above
+    ``MOST_NOISE``, and since −log(u) >= 1 − u, its score is at most z − log(1 − u), which is above ``best`` only if
+    1 − u is below exp(z − best).
+    """
+    uniforms = np.empty(4, np.float64)
+    best, token = -np.inf, 0
+    block = np.int64(-1)  # whose uniform numbers these are
+    for v in range(len(z)):
+        if z[v] == -np.inf or z[v] < best - MOST_NOISE:
+            continue
+        if v >> 2 != block:
+            block = v >> 2
+            fill_uniforms(np.uint64(block), position, request_id, key0, key1, uniforms)
+        u = uniforms[v & 3]
+        behind = best - z[v]
+        if behind > 0.0 and 1.0 - u > ROUNDING * portable_exp(-behind):
+            continue
+        noisy = z[v] - portable_log(-portable_log(u))
+        if noisy > best:
+            best, token = noisy, v
+    return token
+
+
+@compiled(float64(inout(float64, 1)))
+def greatest(row):  # type: ignore[no-untyped-def]
+    """The greatest of a row; NaN if there is one in it.
+
+    The bits of floats, negative ones with all but the sign turned over, are integers in the same order, and the
+    greatest of integers is something that compilers find with vector instructions.
+    """
+    found, top = np.int64(0), np.int64(-NOT_SIGN - 1)
+    for bits in row.view(np.int64):
+        found |= np.int64((bits & NOT_SIGN) > INFINITY_BITS)
+        top = max(top, bits ^ ((bits >> 63) & NOT_SIGN))
+    return np.nan if found else np.int64(top ^ ((top >> 63) & NOT_SIGN)).view(np.float64)
 
 
 @compiled(void(inout(float64, 1), float64, inout(float64, 1), inout(int64, 1)))
@@ -143,33 +189,24 @@ def choose(logits, temperature, top_p, key0, key1, request_ids, positions, chose
     z, values, masses = np.empty(V, np.float64), np.empty(V, np.float64), np.empty(V, np.int64)
     for row in range(rows):
         chosen[row] = -1
-        top, likeliest = -np.inf, 0
-        has_nan = False
         for v in range(V):
-            x = logits[row, v]
-            has_nan |= x != x
-            if x > top:  # the first of equals stays
-                top, likeliest = x, v
-        if has_nan or not -np.inf < top < np.inf:
+            z[v] = logits[row, v]
+        top = greatest(z) if V > 0 else np.nan
+        if not -np.inf < top < np.inf:
             continue  # NaN, +inf, or nothing finite: no choice
         if temperature == 0.0:
+            likeliest = 0
+            while z[likeliest] != top:
+                likeliest += 1
             chosen[row] = likeliest
             continue
 
-        top = np.float64(top)
         for v in range(V):
-            z[v] = (np.float64(logits[row, v]) - top) / temperature  # at most 0: no small temperature overflows
+            z[v] = (z[v] - top) / temperature  # at most 0: no small temperature overflows
         if top_p < 1.0:
             cut_to_nucleus(z, top_p, values, masses)
         position, request_id = np.uint64(positions[row]) & LOW, np.uint64(request_ids[row])
-        within_reach = gumbel_noise(np.uint64(likeliest), position, request_id, key0, key1) - MOST_NOISE
-        best, token = -np.inf, 0
-        for v in range(V):
-            if z[v] >= within_reach:
-                noisy = z[v] + gumbel_noise(np.uint64(v), position, request_id, key0, key1)
-                if noisy > best:
-                    best, token = noisy, v
-        chosen[row] = token
+        chosen[row] = noisiest(z, position, request_id, key0, key1)
 
 
 def choose_tokens(

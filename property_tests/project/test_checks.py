@@ -246,7 +246,7 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: attend(prefix_lens=np.array([9], np.int32)),
         ValueError,
-        r"page_table has room for 12 rows a request \(3 pages of 4\), but request 0 needs 14: prefix 9 and 5 of the tree",
+        r"page_table has room for 12 rows a request \(3 pages of 4\), but request 0 needs 14: prefix 9 and 5 of",
     ),
     (
         lambda: attend(page_table=np.array([[2, 4, 1]], np.int32)),

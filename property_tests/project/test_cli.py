@@ -1,0 +1,239 @@
+"""The command: its help, what `info` and `demo` print and write, and how they fail."""
+
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+from dataclasses import replace
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import ddtree
+from ddtree import reference
+from ddtree.analysis import demo as measuring
+from ddtree.analysis.environment import backend_states
+from ddtree.backends import BACKENDS
+from ddtree.cli import main
+from ddtree.kernels import numba_cpu
+from ddtree.protocols import OPS
+
+FIGURES = ["acceptance_by_depth.png", "tau_by_budget.png", "tau_by_budget_synthetic.png", "tree.png"]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*arguments, **env):
+        runner = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1", "FORCE_COLOR": None, **env})
+        return runner.invoke(main, arguments, catch_exceptions=False)
+
+    return invoke
+
+
+def commands(command, path=()):
+    yield path
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from commands(sub, (*path, name))
+
+
+@pytest.mark.parametrize("path", list(commands(main)), ids=" ".join)
+def test_every_command_has_help(run, path):
+    result = run(*path, "--help")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Usage: ")
+    command: click.Command = main
+    for name in path:
+        assert isinstance(command, click.Group)
+        command = command.commands[name]
+    assert command.help
+
+
+def test_list_of_commands_is_not_cut(run):
+    _, _, listed = run("--help").stdout.partition("Commands:\n")
+    assert [line.split()[0] for line in listed.splitlines()] == sorted(main.commands)
+    assert "..." not in listed
+
+
+def test_version(run):
+    assert run("--version").stdout == f"ddtree, version {ddtree.__version__}\n"
+
+
+def test_module_runs_as_the_command_and_starts_light():
+    code = """
+import runpy, sys
+sys.argv = ["ddtree", "--help"]
+try:
+    runpy.run_module("ddtree", run_name="__main__")
+except SystemExit as stop:
+    assert not stop.code, stop.code
+heavy = {"matplotlib", "numba", "rich", "torch", "cupy", "scipy", "ddtree.model", "ddtree.engine"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("Usage: python -m ddtree")
+
+
+def test_info_shows_versions_devices_and_who_serves_what(run):
+    text = run("info").stdout
+    assert f"ddtree {ddtree.__version__}" in text
+    assert f"numpy {np.__version__}" in text
+    assert "CPU: " in text
+    for op in OPS:
+        assert re.search(rf"{op} +other +default", text), op
+    for state in backend_states():
+        assert state.name in text
+        if state.reason:
+            assert state.reason in text
+            assert state.install in text
+
+
+def test_info_as_json(run):
+    document = json.loads(run("info", "--json").stdout)
+    assert document["versions"]["numpy"] == np.__version__
+    assert list(document["backends"]) == list(BACKENDS)
+    assert document["backends"]["reference"] == {
+        "name": "reference",
+        "array_kind": "numpy",
+        "ops": list(OPS),
+        "reason": None,
+        "install": "",
+    }
+    assert document["default_order"]["cpu"] == ["numba_cpu", "reference"]
+
+
+def test_backend_that_breaks_says_why(monkeypatch):
+    backend_states.cache_clear()
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
+    try:
+        states = {state.name: state for state in backend_states()}
+    finally:
+        backend_states.cache_clear()
+    assert states["reference"].reason is None
+    assert re.search(r"needs cupy, .*: pip install 'ddtree\[cuda13\]'", str(states["cupy"].reason))
+
+
+def assert_fits(text):
+    """No line is wider than the terminal, or cut, or coloured."""
+    assert "\x1b" not in text
+    assert "…" not in text
+    for line in text.splitlines():
+        assert len(line) <= 80 or line.startswith("Written to "), line
+
+
+def test_demo_checks_everything_and_writes_its_figures(run, tmp_path):
+    result = run("demo", "--quick", "--output", "out/deep")
+    assert result.exit_code == 0, result.output
+    assert_fits(result.stdout)
+    for line in ("float32: tokens, one at a time", "float64: tokens, one at a time"):
+        assert re.search(rf"{line} +24/24 +24/24 +ok", result.stdout)
+    assert len(re.findall(r"rounds +3, τ = 8.00 +3, τ = 8.00 +ok", result.stdout)) == 2
+    for op in OPS:
+        assert re.search(rf"numba_cpu: {op} +0/8 differ +0/8 differ +ok", result.stdout), op
+    assert "synthetic" in result.stdout
+    assert str(tmp_path / "out/deep") in result.stdout
+
+    folder = tmp_path / "out/deep"
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FIGURES, "results.json"])
+    for name in FIGURES:
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert results["ok"] is True
+    assert list(results["stages"]) == list(measuring.STAGES)
+    assert all(check["ok"] for stage in results["stages"].values() for check in stage["checks"])
+    text, synthetic = results["stages"]["real text"], results["stages"]["synthetic drafter"]
+    assert (text["synthetic"], synthetic["synthetic"]) == (False, True)
+    for stage in (text, synthetic):
+        rows = stage["tau_by_budget"]
+        assert [(row["mode"], row["budget"]) for row in rows] == [
+            *(("chain", b) for b in measuring.QUICK.budgets if b <= measuring.QUICK.depth_limit),
+            *(("tree", b) for b in measuring.QUICK.budgets),
+        ]
+        for row in rows:
+            assert row["n_tokens"] == measuring.QUICK.files * (measuring.QUICK.new_bytes - 1)
+            assert f"{row['tau']:.2f}" in result.stdout
+    for state in backend_states():
+        if state.reason:
+            assert f"backend {state.name!r}" in result.stdout
+
+
+def keeps_only_the_root(tree, target_token_ids, *, remaining=None, stop_token_ids=None):
+    """Right tokens, wrong speed: it never accepts a draft."""
+    kept = reference.accept_tree(tree, target_token_ids, remaining=remaining, stop_token_ids=stop_token_ids)
+    lengths = np.minimum(kept.lengths, 1)
+    nodes = np.full_like(kept.node_indices, -1)
+    nodes[:, 0] = kept.node_indices[:, 0]
+    bonus = np.where(lengths > 0, target_token_ids[:, 0], -1).astype(np.int32)
+    stops = np.isin(bonus, [] if stop_token_ids is None else stop_token_ids)
+    finished = stops | (False if remaining is None else remaining <= 1)
+    return replace(kept, node_indices=nodes, lengths=lengths, bonus_token_ids=bonus, finished=finished)
+
+
+def raises(*args, **options):
+    raise RuntimeError("planted")
+
+
+@pytest.fixture
+def two_stages(monkeypatch):
+    for name in ("golden model", "drafting and sampling", "real text", "synthetic drafter"):
+        monkeypatch.delitem(measuring.STAGES, name)
+
+
+@pytest.mark.usefixtures("two_stages")
+def test_demo_with_a_wrong_operation_says_which_and_exits_with_1(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(numba_cpu, "accept_tree", keeps_only_the_root)
+    result = run("demo", "--quick")
+    assert result.exit_code == 1
+    assert_fits(result.stdout)
+    assert re.search(r"float32: rounds +3, τ = 8.00 +24, τ = 1.00 +WRONG", result.stdout)
+    assert re.search(r"numba_cpu: accept_tree +0/8 differ +[1-8]/8 differ +WRONG", result.stdout)
+    assert result.stderr.startswith("Error: 3 of 12 checks failed\n")
+    assert "oracle tree, float64: rounds: 24, τ = 1.00, should be 3, τ = 8.00\n" in result.stderr
+    assert re.search(
+        r"backends, numba_cpu: accept_tree: .*\(example \d+: \w+\[.*\] is .*, should be .*\)", result.stderr
+    )
+    assert json.loads((tmp_path / "demo_output/results.json").read_text(encoding="utf-8"))["ok"] is False
+
+
+@pytest.mark.usefixtures("two_stages")
+def test_demo_with_an_operation_that_raises_goes_on_and_exits_with_1(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(numba_cpu, "accept_tree", raises)
+    result = run("demo", "--quick")
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
+    assert "oracle tree, runs to its end: no, should be yes (RuntimeError: planted)" in result.stderr
+    assert "backends, numba_cpu: accept_tree: 8/8 differ" in result.stderr
+    stages = json.loads((tmp_path / "demo_output/results.json").read_text(encoding="utf-8"))["stages"]
+    assert "Traceback" in stages["oracle tree"]["error"]
+
+
+def test_demo_refuses_an_unwritable_folder_before_any_work(run, tmp_path, monkeypatch):
+    for name in list(measuring.STAGES):
+        monkeypatch.setitem(measuring.STAGES, name, raises)
+    (tmp_path / "file").write_text("")
+    for folder, reason in (("file", "File exists"), ("file/below", "Not a directory")):
+        result = run("demo", "--output", folder)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == f"Error: {folder} cannot be written ({reason}): choose another with --output\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_closed_pipe_ends_quietly():
+    command = [sys.executable, "-W", "error", "-m", "ddtree", "info"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # as head does, having read enough
+        assert process.stderr.read() == b""
+
+
+def test_standard_library_elsewhere_is_a_failed_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    (check,) = measuring.run_stage("real text", measuring.QUICK).checks
+    assert not check.ok
+    assert "must hold 4 modules of 576 bytes or more as text, got 0" in check.detail
