@@ -8,6 +8,7 @@ GPU, without a copy, and results go back the same way. bfloat16 is ``ml_dtypes.b
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -111,7 +112,12 @@ def current_stream(array: Any) -> int | None:
 
 def dtype_name(array: Any) -> str:
     """Return the name of ``array``'s type without its library: ``"float32"``, ``"bfloat16"``, ``"int64"``."""
-    return str(array.dtype).rpartition(".")[2]
+    return _name_of(array.dtype)
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2]  # torch says "torch.float32"
 
 
 def import_array(array: Any) -> Any:

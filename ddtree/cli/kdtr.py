@@ -34,7 +34,10 @@ def kdtr() -> None:
 @kdtr.command()
 @click.argument("file", type=_file)
 def ls(file: Path) -> None:
-    """List the arrays and the metadata of FILE; only its header and index are read."""
+    """List the arrays and the metadata of FILE.
+
+    Only its header and index are read.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -62,7 +65,10 @@ def ls(file: Path) -> None:
 @kdtr.command()
 @click.argument("files", type=_file, nargs=-1, required=True, metavar="FILE...")
 def verify(files: tuple[Path, ...]) -> None:
-    """Check every byte of each FILE; exit with 1 if one is damaged."""
+    """Check every byte of each FILE.
+
+    The exit status is 1 if one is damaged.
+    """
     from ddtree.kdtr import KdtrFile
 
     failed = False
@@ -83,7 +89,7 @@ def verify(files: tuple[Path, ...]) -> None:
 @click.argument("out", type=_file)
 @_force
 def export(file: Path, out: Path, force: bool) -> None:
-    """Write FILE's arrays and metadata to OUT, a .npz or .safetensors file.
+    """Write FILE to OUT, a .npz or .safetensors file.
 
     An npz file can hold neither metadata nor bfloat16: such arrays are written as uint16 bit patterns, and a member
     named __kdtr__ has their names and the metadata as JSON. `import` restores both.
@@ -101,7 +107,7 @@ def export(file: Path, out: Path, force: bool) -> None:
 @click.argument("out", type=_file)
 @_force
 def import_(source: Path, out: Path, force: bool) -> None:
-    """Write the arrays and metadata of IN, a .npz or .safetensors file, to OUT, a .kdtr file."""
+    """Write IN, a .npz or .safetensors file, to OUT."""
     from ddtree.kdtr import write_kdtr
 
     read = _by_suffix(source, {".npz": _read_npz, ".safetensors": _read_safetensors})

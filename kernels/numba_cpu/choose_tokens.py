@@ -1,9 +1,8 @@
-"""The target's choice after each node, one node a thread: greedy, or sampled by keyed Gumbel noise.
+"""The target's choice after each node, one node a thread: greedy (NumPy's argmax), or by keyed Gumbel noise.
 
-Bit for bit the reference's choices, with less work: noise is bounded, so most tokens are seen to lose without their
-noise. The logarithm, the exponential and the generator are those of :mod:`ddtree.reference`,
-in the same sequence of operations; they stand in this file since numba's cache notices a change of a kernel's own file
-alone.
+Bit for bit the reference's choices, with less work: noise is bounded, so most tokens are seen to lose without theirs.
+The logarithm, the exponential and the generator are those of :mod:`ddtree.reference`, in the same sequence of
+operations; they stand in this file since numba's cache notices a change of a kernel's own file alone.
 """
 
 from typing import Any
@@ -34,7 +33,6 @@ HALF, LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 M0, M1 = MULTIPLIERS
 W0, W1 = np.uint64(WEYL[0]), np.uint64(WEYL[1])
 EXPONENT, MANTISSA = 0x7FF, (1 << 52) - 1
-NOT_SIGN, INFINITY_BITS = (1 << 63) - 1, EXPONENT << 52
 
 
 @compiled(float64(float64))
@@ -91,7 +89,7 @@ def noisiest(z, position, request_id, key0, key1):  # type: ignore[no-untyped-de
     """
     uniforms = np.empty(4, np.float64)
     best, token = -np.inf, 0
-    block = np.int64(-1)  # whose uniform numbers these are
+    block = -1  # whose uniform numbers these are
     for v in range(len(z)):
         if z[v] == -np.inf or z[v] < best - MOST_NOISE:
             continue
@@ -106,20 +104,6 @@ def noisiest(z, position, request_id, key0, key1):  # type: ignore[no-untyped-de
         if noisy > best:
             best, token = noisy, v
     return token
-
-
-@compiled(float64(inout(float64, 1)))
-def greatest(row):  # type: ignore[no-untyped-def]
-    """The greatest of a row; NaN if there is one in it.
-
-    The bits of floats, negative ones with all but the sign turned over, are integers in the same order, and the
-    greatest of integers is something that compilers find with vector instructions.
-    """
-    found, top = np.int64(0), np.int64(-NOT_SIGN - 1)
-    for bits in row.view(np.int64):
-        found |= np.int64((bits & NOT_SIGN) > INFINITY_BITS)
-        top = max(top, bits ^ ((bits >> 63) & NOT_SIGN))
-    return np.nan if found else np.int64(top ^ ((top >> 63) & NOT_SIGN)).view(np.float64)
 
 
 @compiled(void(inout(float64, 1), float64, inout(float64, 1), inout(int64, 1)))
@@ -179,30 +163,30 @@ def cut_to_nucleus(z, top_p, values, masses):  # type: ignore[no-untyped-def]
 
 @compiled(
     *(
-        void(readonly(t, 2), float64, float64, uint64, uint64, readonly(int64, 1), readonly(int32, 1), inout(int32, 1))
+        void(
+            readonly(t, 2),  # logits (rows, V)
+            readonly(float64, 1),  # the greatest of each row
+            float64,
+            float64,
+            uint64,
+            uint64,
+            readonly(int64, 1),  # request_ids (rows,)
+            readonly(int32, 1),  # positions (rows,)
+            inout(int32, 1),  # chosen (rows,)
+        )
         for t in (float32, float64)
     )
 )
-def choose(logits, temperature, top_p, key0, key1, request_ids, positions, chosen):  # type: ignore[no-untyped-def]
-    """The choice of each row."""
+def sample(logits, tops, temperature, top_p, key0, key1, request_ids, positions, chosen):  # type: ignore[no-untyped-def]
+    """Put a sampled token in the place of the likeliest one; rows without a choice, −1, stay."""
     rows, V = logits.shape
     z, values, masses = np.empty(V, np.float64), np.empty(V, np.float64), np.empty(V, np.int64)
     for row in range(rows):
-        chosen[row] = -1
-        for v in range(V):
-            z[v] = logits[row, v]
-        top = greatest(z) if V > 0 else np.nan
-        if not -np.inf < top < np.inf:
-            continue  # NaN, +inf, or nothing finite: no choice
-        if temperature == 0.0:
-            likeliest = 0
-            while z[likeliest] != top:
-                likeliest += 1
-            chosen[row] = likeliest
+        if chosen[row] < 0:
             continue
-
         for v in range(V):
-            z[v] = (z[v] - top) / temperature  # at most 0: no small temperature overflows
+            # at most 0, so that no small temperature overflows
+            z[v] = (np.float64(logits[row, v]) - tops[row]) / temperature
         if top_p < 1.0:
             cut_to_nucleus(z, top_p, values, masses)
         position, request_id = np.uint64(positions[row]) & LOW, np.uint64(request_ids[row])
@@ -220,23 +204,23 @@ def choose_tokens(
 ) -> NDArray[np.int32]:
     """Argmax of the logits, or of logits / temperature plus keyed noise. See :func:`ddtree.choose_tokens`."""
     B, N, V = logits.shape
-    chosen = np.empty(B * N, np.int32)
+    chosen = np.full(B * N, -1, np.int32)
+    if V == 0:
+        return chosen.reshape(B, N)
     rows = logits.reshape(B * N, V)
     ids = np.repeat(np.arange(B) if request_ids is None else as_array(request_ids, np.int64), N)
     places = np.zeros(B * N, np.int32) if positions is None else as_array(positions, np.int32).reshape(B * N)
 
     def work(start: int, stop: int) -> None:
         part = slice(start, stop)
-        choose(
-            native_floats(rows[part]),
-            float(temperature),
-            float(top_p),
-            seed & 0xFFFFFFFF,
-            seed >> 32 & 0xFFFFFFFF,
-            ids[part],
-            places[part],
-            chosen[part],
-        )
+        values = native_floats(rows[part])
+        likeliest = values.argmax(-1)  # the first of equals, or of NaNs if there are any
+        tops = np.take_along_axis(values, likeliest[:, None], -1)[:, 0].astype(np.float64)
+        usable = np.isfinite(tops)  # or NaN, +inf, or nothing finite: no choice
+        chosen[part][usable] = likeliest[usable]
+        if temperature > 0:
+            keys = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+            sample(values, tops, float(temperature), float(top_p), *keys, ids[part], places[part], chosen[part])
 
-    in_parallel(work, B * N, grain=max(1, 65536 // max(V, 1)))
+    in_parallel(work, B * N, grain=max(1, 65536 // V))
     return chosen.reshape(B, N)

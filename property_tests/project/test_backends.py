@@ -13,6 +13,7 @@ import pytest
 import ddtree
 from ddtree import backends
 from ddtree.arrays import Device
+from ddtree.protocols import OPS
 
 LOG_PROBS = np.log(np.array([[[0.5, 0.25]] * 3], np.float32))
 IDS = np.array([[[1, 2], [3, 4], [5, 6]]], np.int32)
@@ -98,7 +99,7 @@ def test_a_broken_default_is_an_error_not_a_fallback(monkeypatch: pytest.MonkeyP
 
 
 def test_the_default_is_the_first_of_the_order_that_has_the_operation() -> None:
-    for op in backends.OPS:
+    for op in OPS:
         chosen = backends.select_backend(op, None, Device("cpu", 0))
         having = [name for name in backends.DEFAULT_ORDER["cpu"] if op in backends.get_backend(name).ops]
         assert chosen.name == having[0]
@@ -117,4 +118,4 @@ def test_a_backend_is_a_name_or_a_backend() -> None:
 
 
 def test_the_reference_has_every_operation() -> None:
-    assert backends.get_backend("reference").ops == tuple(backends.OPS)
+    assert backends.get_backend("reference").ops == tuple(OPS)

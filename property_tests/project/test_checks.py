@@ -42,18 +42,19 @@ KEPT = ddtree.Acceptance(
 )
 
 
+def wrong(argument: Any) -> tuple[Any]:
+    """Hide an argument's type from the type checker, which would refuse it too."""
+    return (argument,)
+
+
 def attend(**changes: Any) -> Any:
-    call = {"q": Q, "kv_cache": CACHE, "page_table": TABLE, "prefix_lens": PREFIX, "tree": TREE, "scale": 1.0}
-    call |= {"kv_lora_rank": 6} | changes
-    return ddtree.verify_attention(
-        *(call.pop(k) for k in ("q", "kv_cache", "page_table", "prefix_lens", "tree")), **call
-    )
+    good: dict[str, Any] = {"q": Q, "kv_cache": CACHE, "page_table": TABLE, "prefix_lens": PREFIX, "tree": TREE}
+    return ddtree.verify_attention(**(good | {"scale": 1.0, "kv_lora_rank": 6} | changes))
 
 
 def compact(**changes: Any) -> None:
-    call = {"kv_cache": np.zeros((2, 4, 4, 8), np.float32), "page_table": TABLE, "prefix_lens": PREFIX}
-    call |= {"acceptance": KEPT} | changes
-    ddtree.compact_cache(**call)
+    good: dict[str, Any] = {"kv_cache": np.zeros((2, 4, 4, 8), np.float32), "page_table": TABLE}
+    ddtree.compact_cache(**(good | {"prefix_lens": PREFIX, "acceptance": KEPT} | changes))
 
 
 def choose(logits: Any = None, **options: Any) -> Any:
@@ -181,8 +182,12 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: choose(np.zeros((1, 2, 0), np.float32)), ValueError, "logits must have at least one column, got V = 0"),
     # accept_tree
-    (lambda: ddtree.accept_tree(None, TREE.token_ids), TypeError, r"tree must be a ddtree.DraftTree, got None"),
-    (lambda: ddtree.accept_tree(KEPT, TREE.token_ids), TypeError, "tree must be a ddtree.DraftTree, got Acceptance"),
+    (lambda: ddtree.accept_tree(*wrong(None), TREE.token_ids), TypeError, r"tree must be a ddtree.DraftTree, got None"),
+    (
+        lambda: ddtree.accept_tree(*wrong(KEPT), TREE.token_ids),
+        TypeError,
+        "tree must be a ddtree.DraftTree, got Acceptance",
+    ),
     (
         lambda: ddtree.accept_tree(TREE, np.zeros((1, 4), np.int32)),
         ValueError,

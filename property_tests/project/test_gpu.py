@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import ddtree
-from ddtree import arrays, backends, reference
+from ddtree import arrays, reference
 from ddtree.property_tests.compare import assert_same_tree
+from ddtree.protocols import OPS
 
 
 def _gpu(library: str) -> ModuleType:
@@ -57,7 +58,7 @@ class OnTheHost:
 
     def __init__(self) -> None:
         self.streams: list[int] = []
-        for op in backends.OPS:
+        for op in OPS:
             setattr(self, op, functools.partial(self._serve, op))
 
     def _serve(self, op: str, *args: Any, **kwargs: Any) -> Any:
