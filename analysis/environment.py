@@ -118,6 +118,8 @@ def _ops(module: str) -> tuple[str, ...]:
 
 
 def _why_not(name: str) -> str | None:
+    if not _ops(BACKENDS[name].module):  # whatever its library, there would be nothing to call
+        return f"backend {name!r} has no operation yet"
     try:
         backend = get_backend(name)
         if backend.array_kind == "cupy" and not importlib.import_module("cupy").cuda.runtime.getDeviceCount():
@@ -126,4 +128,4 @@ def _why_not(name: str) -> str | None:
         return str(error)
     except Exception as error:  # CuPy missing under numba_cuda, or whatever the CUDA runtime raises without a driver
         return f"backend {name!r} needs CuPy and a CUDA device ({error}): {BACKENDS[name].install}"
-    return None if backend.ops else f"backend {name!r} has no operation yet"
+    return None

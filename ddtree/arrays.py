@@ -179,11 +179,25 @@ def to_numpy(array: Any) -> np.ndarray[Any, Any]:
 @contextlib.contextmanager
 def use_stream_of(array: Any) -> Iterator[None]:
     """Make CuPy work on ``array``'s device and on the stream that its library works on now; nothing on the CPU."""
-    stream = current_stream(array)
-    if stream is None:
+    device = device_of(array)
+    if device.type != "cuda":
         yield
         return
     cupy = importlib.import_module("cupy")
-    index = device_of(array).number
-    with cupy.cuda.Device(index), cupy.cuda.ExternalStream(stream, index):
-        yield
+    with cupy.cuda.Device(device.number):
+        if array_kind(array) != "torch":  # CuPy's own stream is the one it works on already
+            yield
+            return
+        stream = _ForeignStream(current_stream(array) or 0)
+        make = getattr(cupy.cuda.Stream, "from_external", None)
+        with make(stream) if make else cupy.cuda.ExternalStream(stream.handle, device.number):
+            yield
+
+
+class _ForeignStream(NamedTuple):
+    """A CUDA stream of another library, as CuPy takes one in."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle  # version of the protocol, cudaStream_t

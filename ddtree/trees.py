@@ -75,13 +75,14 @@ class DraftTree:
         """``visibility_words`` as bool (B, N, N), made on demand: B · N² bytes (1 GB at B = N = 1,024)."""
         from ddtree.arrays import array_namespace
 
-        xp = array_namespace(self.visibility_words)
-        n = self.num_slots
-        columns = xp.arange(n, dtype=xp.int64, **({"device": self.parents.device} if xp.__name__ == "torch" else {}))
-        words = self.visibility_words[:, :, columns // 32]
-        if xp.__name__ == "torch":  # torch shifts no unsigned words
-            return ((words.to(xp.int64) >> (columns % 32)) & 1).to(xp.bool)
-        return (words >> (columns % 32).astype(xp.uint32)) & xp.uint32(1) != 0
+        xp, words = array_namespace(self.visibility_words), self.visibility_words
+        columns = np.arange(self.num_slots)
+        if xp.__name__ == "torch":
+            words = words.view(xp.int32)  # torch can hold unsigned words but not index or shift them
+            at, bits = (xp.asarray(a, device=words.device) for a in (columns // 32, (columns % 32).astype(np.int32)))
+        else:
+            at, bits = xp.asarray(columns // 32), xp.asarray((columns % 32).astype(np.uint32))
+        return (words[:, :, at] >> bits) & 1 != 0
 
     def rank_path(self, request: int, node: int) -> tuple[int, ...]:
         """Ranks from the root's child down to ``node`` of ``request``; empty for the root."""

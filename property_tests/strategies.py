@@ -203,14 +203,14 @@ def target_choices(draw, trees):
 def acceptance_inputs(draw, trees=None, *, stops: bool = True):
     """:class:`AcceptanceInputs` over ``trees`` (:func:`draft_trees` or :func:`built_trees` if left out).
 
-    * ``stops`` allows ``remaining`` (0 to 6, or a count beyond any path) and stop tokens; without, both are None.
+    * ``stops`` allows ``remaining`` (0 to 5, or a count beyond any path) and stop tokens; without, both are None.
 
     Shrinks towards small trees that are accepted whole, with no limit and no stop token.
     """
     tree, choices = draw(target_choices(draft_trees() | built_trees() if trees is None else trees))
     if not stops:
         return AcceptanceInputs(tree, choices, None, None)
-    limits = arrays(np.int32, tree.batch_size, elements=st.integers(0, 6) | st.just(2**31 - 1))
+    limits = arrays(np.int32, tree.batch_size, elements=st.sampled_from([0, 1, 2, 3, 5, 2**31 - 1]))
     tokens = st.lists(st.integers(0, MAX_TOKEN), max_size=2).map(lambda found: np.array(found, np.int32))
     return AcceptanceInputs(tree, choices, draw(st.none() | limits), draw(st.none() | tokens))
 

@@ -159,6 +159,13 @@ def test_nucleus_is_half_open_and_cuts_ties_by_id(choose_tokens, top_p, kept):
     assert_drawn_from(counts, probabilities / probabilities.sum())
 
 
+@pytest.mark.parametrize("top_p, kept", [(0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)])
+def test_nucleus_ends_where_just_its_share_lies_before(choose_tokens, top_p, kept):
+    # Four equal tokens: before the second lies a quarter, which is not less than a quarter.
+    counts = sampled_counts(choose_tokens, [0.0] * 4, temperature=1.0, top_p=top_p)
+    assert_drawn_from(counts, [1 / kept] * kept + [0] * (4 - kept))
+
+
 def test_nucleus_is_of_the_distribution_at_that_temperature(choose_tokens):
     # p = (0.6, 0.3, 0.1) becomes p² / Σp² = (0.78, 0.20, 0.02) at T = 1/2: 0.75 of the mass is now one token.
     row = np.log([0.6, 0.3, 0.1])

@@ -28,10 +28,15 @@ NODES_A_PIECE = 2048
 
 # numba wraps signed indices round as Python does, at the price of a comparison and a selection in every access: what
 # indexes the heap is unsigned, and so are the constants beside it (a signed one would turn the sum into a float).
-ZERO, ONE = np.uint64(0), np.uint64(1)
+ZERO, ONE, TWO, THREE = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(3)
 RANK_BITS = np.uint64(32)
 RANK_MASK = np.uint64(0xFFFFFFFF)
 WORD_BITS = np.uint64(64)
+
+# A heap entry is four words side by side, half a cache line: the key of the score, which is less for a higher score (the
+# bits of its absolute value); the code; the parent's index and the rank, in the halves of a word; the parent's depth.
+ENTRY = np.uint64(4)
+NOTHING = np.uint64(0xFFFFFFFFFFFFFFFF)  # the key behind the heap's end, greater than any score's
 
 
 @compiled(uint64(uint64, uint64, inout(int32, 1), inout(int32, 1), inout(int32, 1)))
@@ -47,6 +52,12 @@ def path_precedes(a, b, parents, depths, ranks):  # type: ignore[no-untyped-def]
         rank_a, parent_a = np.uint64(ranks[parent_a]), np.uint64(parents[parent_a])
         rank_b, parent_b = np.uint64(ranks[parent_b]), np.uint64(parents[parent_b])
     return np.uint64(rank_a < rank_b)
+
+
+@compiled(uint64(float64))
+def key_of(score):  # type: ignore[no-untyped-def]
+    """The key of a score, which is 0 or less."""
+    return np.float64(abs(score)).view(np.uint64)
 
 
 _tree_arguments = (
@@ -80,11 +91,9 @@ def build_trees(log_probs, token_ids, roots, tokens, parents, depths, ranks, sco
         code_bits[r] = 2 * b + 1
         rank_codes[r] = np.uint64((((1 << b) - 1) << (b + 1)) | (r + 1 - (1 << b))) << np.uint64(63 - 2 * b)
 
-    # The heap: scores, codes, and parent and rank in the halves of a word. Its size grows by one a node at most, one
-    # slot more ends it with −inf, so that a last node without a right neighbour needs no test.
-    heap_scores = np.empty(N + 2, np.float64)
-    heap_codes = np.empty(N + 2, np.uint64)
-    heap_paths = np.empty(N + 2, np.uint64)
+    # The heap grows by one entry a node at most, and ends with an empty one, so that a last entry without a right
+    # neighbour needs no test.
+    heap = np.empty(np.int64(ENTRY) * (N + 2), np.uint64)
     node_codes = np.zeros(N, np.uint64)
     node_bits = np.zeros(N, np.uint64)  # of their codes, those that were cut off included
     likeliest = np.empty(L, np.float64)
@@ -95,7 +104,7 @@ def build_trees(log_probs, token_ids, roots, tokens, parents, depths, ranks, sco
         words[q, 0, 0] = 1
         words[q, 0, 1:] = 0
         n = ONE  # nodes so far
-        size = ZERO  # of the heap
+        end = ZERO  # of the heap
         # Whether two words may be equal. The paths, which are no siblings, then part behind the word or in a code that
         # it cuts, so at least one of them has a parent whose code fills the word.
         cut = False
@@ -103,87 +112,89 @@ def build_trees(log_probs, token_ids, roots, tokens, parents, depths, ranks, sco
             for d in range(L):
                 likeliest[d] = log_probs[q, d, 0]
             if L > 0 and likeliest[0] > -np.inf:
-                heap_scores[0], heap_codes[0], heap_paths[0] = 0.0 + likeliest[0], 0, 0
-                heap_scores[1] = -np.inf
-                size = ONE
+                heap[0], heap[1], heap[2], heap[3] = key_of(likeliest[0]), ZERO, ZERO, ZERO
+                heap[ENTRY] = NOTHING
+                end = ENTRY
 
-        while size > ZERO and n < np.uint64(N):
-            score, code = heap_scores[ZERO], heap_codes[ZERO]
-            parent, rank = heap_paths[ZERO] >> RANK_BITS, heap_paths[ZERO] & RANK_MASK
-            depth = np.uint64(q_depths[parent])  # of the parent, which is the row of log_probs that the node is from
+        while end > ZERO and n < np.uint64(N):
+            key, code, path, depth = heap[ZERO], heap[ONE], heap[TWO], heap[THREE]
+            parent, rank = path >> RANK_BITS, path & RANK_MASK
+            score = 0.0 - np.uint64(key).view(np.float64)  # +0.0 for 0, as a sum would give
+            used = node_bits[parent]
+            bits = used + code_bits[rank]
+
+            # The best path is replaced by the better of its next sibling and its first child, and the other one is
+            # pushed. (Which is which matters to the time alone.) Ranks enter one after the other and stop at the first
+            # NaN or −inf: what lies behind is never read.
+            new_key, new_code, new_path, new_depth = NOTHING, ZERO, path + ONE, depth
+            sibling = rank + ONE
+            if sibling < np.uint64(K) and log_probs[q, depth, sibling] > -np.inf:
+                new_key = key_of(q_scores[parent] + np.float64(log_probs[q, depth, sibling]))
+                new_code = node_codes[parent]
+                if used < WORD_BITS:
+                    new_code |= rank_codes[sibling] >> used
+
             q_parents[n], q_depths[n], q_ranks[n], q_scores[n] = parent, depth + ONE, rank, score
-            node_codes[n] = code
-            node_bits[n] = node_bits[parent] + code_bits[rank]
-            # An ancestor's row ends at its own bit: the parent's whole row, zeros included, serves the child.
+            node_codes[n], node_bits[n] = code, bits
             for w in range(W):
                 words[q, n, w] = words[q, parent, w]
             words[q, n, n >> np.uint64(5)] |= np.uint32(ONE << (n & np.uint64(31)))
 
-            # The best path is replaced by the better of its sibling and its child, and the other one is pushed. (Either
-            # may be which: on it hangs the time, not the tree.)
-            # Ranks enter one after the other and stop at the first NaN or −inf: what lies behind is never read.
-            new_score, new_code, new_path = -np.inf, ZERO, ZERO
-            sibling = rank + ONE
-            if sibling < np.uint64(K) and log_probs[q, depth, sibling] > -np.inf:
-                new_score = q_scores[parent] + np.float64(log_probs[q, depth, sibling])
-                new_code = node_codes[parent]
-                used = node_bits[parent]
-                if used < WORD_BITS:
-                    new_code |= rank_codes[sibling] >> used
-                new_path = (parent << RANK_BITS) | sibling
             depth += ONE
             if depth < np.uint64(L) and likeliest[depth] > -np.inf:
-                cut |= node_bits[n] >= WORD_BITS
-                child_score, child_code, child_path = score + likeliest[depth], code, n << RANK_BITS
-                if new_score == -np.inf:
-                    new_score, new_code, new_path = child_score, child_code, child_path
-                else:
-                    if child_score > new_score:
-                        new_score, child_score = child_score, new_score
-                        new_code, child_code = child_code, new_code
-                        new_path, child_path = child_path, new_path
-                    j = size
-                    size += ONE
+                cut |= bits >= WORD_BITS
+                other_key, other_code, other_path, other_depth = key_of(score + likeliest[depth]), code, n << RANK_BITS, depth
+                if other_key < new_key:
+                    new_key, other_key = other_key, new_key
+                    new_code, other_code = other_code, new_code
+                    new_path, other_path = other_path, new_path
+                    new_depth, other_depth = other_depth, new_depth
+                if other_key != NOTHING:
+                    j = end
                     while j > ZERO:
-                        i = (j - ONE) >> ONE
-                        earlier = (child_score > heap_scores[i]) | (
-                            (child_score == heap_scores[i]) & (child_code < heap_codes[i])
-                        )
-                        if cut and child_score == heap_scores[i] and child_code == heap_codes[i]:
-                            earlier = path_precedes(child_path, heap_paths[i], q_parents, q_depths, q_ranks) != ZERO
+                        i = ((j - THREE) >> THREE) << TWO  # the entry above: (j/4 − 1) // 2
+                        tied = other_key == heap[i]
+                        earlier = (other_key < heap[i]) | (tied & (other_code < heap[i + ONE]))
+                        if cut and tied and other_code == heap[i + ONE]:
+                            earlier = path_precedes(other_path, heap[i + TWO], q_parents, q_depths, q_ranks) != ZERO
                         if not earlier:
                             break
-                        heap_scores[j], heap_codes[j], heap_paths[j] = heap_scores[i], heap_codes[i], heap_paths[i]
+                        heap[j], heap[j + ONE] = heap[i], heap[i + ONE]
+                        heap[j + TWO], heap[j + THREE] = heap[i + TWO], heap[i + THREE]
                         j = i
-                    heap_scores[j], heap_codes[j], heap_paths[j] = child_score, child_code, child_path
-                    heap_scores[size] = -np.inf
-            if new_score == -np.inf:  # the path has neither: the heap's last moves to the top
-                size -= ONE
-                new_score, new_code, new_path = heap_scores[size], heap_codes[size], heap_paths[size]
-                heap_scores[size] = -np.inf
+                    heap[j], heap[j + ONE], heap[j + TWO], heap[j + THREE] = other_key, other_code, other_path, other_depth
+                    end += ENTRY
+                    heap[end] = NOTHING
+            if new_key == NOTHING:  # the path has neither: the heap's last moves to the top
+                end -= ENTRY
+                new_key, new_code = heap[end], heap[end + ONE]
+                new_path, new_depth = heap[end + TWO], heap[end + THREE]
+                heap[end] = NOTHING
             n += ONE
 
             j = ZERO
             while True:
-                i = (j << ONE) + ONE
-                if i >= size:
+                i = (j << ONE) + ENTRY
+                if i >= end:
                     break
-                # Which of two is the earlier cannot be foretold, so it is computed rather than branched on.
-                right = i + ONE
-                tied = heap_scores[right] == heap_scores[i]
-                swap = (heap_scores[right] > heap_scores[i]) | (tied & (heap_codes[right] < heap_codes[i]))
-                if cut and tied and heap_codes[right] == heap_codes[i] and right < size:
-                    swap = path_precedes(heap_paths[right], heap_paths[i], q_parents, q_depths, q_ranks) != ZERO
-                i += np.uint64(swap)
-                tied = new_score == heap_scores[i]
-                stays = (new_score > heap_scores[i]) | (tied & (new_code <= heap_codes[i]))
-                if cut and tied and new_code == heap_codes[i]:
-                    stays = path_precedes(new_path, heap_paths[i], q_parents, q_depths, q_ranks) != ZERO
+                # Which of two is the earlier cannot be foretold, so it is computed rather than branched on. The second
+                # may lie behind the end, where there is nothing.
+                right = i + ENTRY
+                tied = heap[right] == heap[i]
+                earlier = (heap[right] < heap[i]) | (tied & (heap[right + ONE] < heap[i + ONE]))
+                if cut and tied and heap[right + ONE] == heap[i + ONE]:
+                    earlier = path_precedes(heap[right + TWO], heap[i + TWO], q_parents, q_depths, q_ranks) != ZERO
+                i += np.uint64(earlier) << TWO
+                tied = new_key == heap[i]
+                stays = (new_key < heap[i]) | (tied & (new_code <= heap[i + ONE]))
+                if cut and tied and new_code == heap[i + ONE]:
+                    stays = path_precedes(new_path, heap[i + TWO], q_parents, q_depths, q_ranks) != ZERO
                 if stays:
                     break
-                heap_scores[j], heap_codes[j], heap_paths[j] = heap_scores[i], heap_codes[i], heap_paths[i]
+                heap[j], heap[j + ONE] = heap[i], heap[i + ONE]
+                heap[j + TWO], heap[j + THREE] = heap[i + TWO], heap[i + THREE]
                 j = i
-            heap_scores[j], heap_codes[j], heap_paths[j] = new_score, new_code, new_path
+            heap[j], heap[j + ONE], heap[j + TWO], heap[j + THREE] = new_key, new_code, new_path, new_depth
 
         counts[q] = n
         for node in range(1, np.int64(n)):
