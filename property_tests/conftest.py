@@ -34,7 +34,8 @@ def pytest_report_header(config):
     for backend in chosen_backends(config):
         lacks = [op for op in OPS if op not in ops_of(backend)]
         if lacks:
-            lines.append(f"ddtree: {backend} has no {', '.join(lacks)}: not tested")
+            what = ", ".join(lacks) if len(lacks) < len(OPS) else "operation"
+            lines.append(f"ddtree: {backend} has no {what}: not tested")
     return lines
 
 

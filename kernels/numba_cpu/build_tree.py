@@ -33,8 +33,9 @@ RANK_BITS = np.uint64(32)
 RANK_MASK = np.uint64(0xFFFFFFFF)
 WORD_BITS = np.uint64(64)
 
-# A heap entry is four words side by side, half a cache line: the key of the score, which is less for a higher score (the
-# bits of its absolute value); the code; the parent's index and the rank, in the halves of a word; the parent's depth.
+# A heap entry is four words side by side, half a cache line: the key of the score, which is less for a higher score
+# (the bits of its absolute value); the code; the parent's index and the rank, in the halves of a word; the parent's
+# depth.
 ENTRY = np.uint64(4)
 NOTHING = np.uint64(0xFFFFFFFFFFFFFFFF)  # the key behind the heap's end, greater than any score's
 
@@ -143,7 +144,12 @@ def build_trees(log_probs, token_ids, roots, tokens, parents, depths, ranks, sco
             depth += ONE
             if depth < np.uint64(L) and likeliest[depth] > -np.inf:
                 cut |= bits >= WORD_BITS
-                other_key, other_code, other_path, other_depth = key_of(score + likeliest[depth]), code, n << RANK_BITS, depth
+                other_key, other_code, other_path, other_depth = (
+                    key_of(score + likeliest[depth]),
+                    code,
+                    n << RANK_BITS,
+                    depth,
+                )
                 if other_key < new_key:
                     new_key, other_key = other_key, new_key
                     new_code, other_code = other_code, new_code
@@ -162,7 +168,12 @@ def build_trees(log_probs, token_ids, roots, tokens, parents, depths, ranks, sco
                         heap[j], heap[j + ONE] = heap[i], heap[i + ONE]
                         heap[j + TWO], heap[j + THREE] = heap[i + TWO], heap[i + THREE]
                         j = i
-                    heap[j], heap[j + ONE], heap[j + TWO], heap[j + THREE] = other_key, other_code, other_path, other_depth
+                    heap[j], heap[j + ONE], heap[j + TWO], heap[j + THREE] = (
+                        other_key,
+                        other_code,
+                        other_path,
+                        other_depth,
+                    )
                     end += ENTRY
                     heap[end] = NOTHING
             if new_key == NOTHING:  # the path has neither: the heap's last moves to the top
