@@ -89,7 +89,7 @@ class Backend:
 def _ops_of(name: str) -> tuple[str, ...]:
     """Operations of one of our backends, whether or not its library is installed (the packages are light)."""
     try:
-        public = importlib.import_module(BACKENDS[name].module).__all__
+        public = getattr(importlib.import_module(BACKENDS[name].module), "__all__", ())
     except ImportError:
         return ()
     return tuple(op for op in OPS if op in public)

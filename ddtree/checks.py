@@ -239,33 +239,40 @@ def check_draft(call: Call, vocab_size: int) -> None:
     )
 
 
-def check_parents(call: Call, record: str) -> None:
+def check_parents(call: Call) -> None:
     """Counts in 1 … N, and every parent an earlier node."""
     N = call.dims["N"]
-    counts, parents = to_numpy(call[f"{record}node_counts"]), to_numpy(call[f"{record}parents"])
-    call.check_range(f"{record}node_counts", 1, N)
+    counts, parents = to_numpy(call["node_counts"]), to_numpy(call["parents"])
+    call.check_range("node_counts", 1, N)
     slots = np.arange(N)
     used = (slots > 0) & (slots < counts[:, None])
     wrong = used & ((parents < 0) | (parents >= slots))
     if wrong.any():
         b, i = first(wrong)
-        raise ValueError(f"{record}parents[{b}, {i}] must be in 0 … {i - 1}, an earlier node, got {int(parents[b, i])}")
+        raise ValueError(f"parents[{b}, {i}] must be in 0 … {i - 1}, an earlier node, got {int(parents[b, i])}")
 
 
 def check_tree_values(call: Call) -> None:
-    """Parents, depths and tokens of a tree that the caller may have made."""
-    check_parents(call, "tree.")
-    tree = call.tree
-    counts, parents, depths = (to_numpy(a) for a in (tree.node_counts, tree.parents, tree.depths))
-    slots = np.arange(call.dims["N"])
-    used = slots < counts[:, None]
-    expected = np.where(slots > 0, np.take_along_axis(depths, np.maximum(parents, 0), 1) + 1, 0)
-    wrong = used & ((depths != expected) | (depths > tree.max_depth))
-    if wrong.any():
-        b, i = first(wrong)
-        wanted = f"{int(expected[b, i])}, one more than its parent's, and at most max_depth = {tree.max_depth}"
-        raise ValueError(f"tree.depths[{b}, {i}] must be {wanted}, got {int(depths[b, i])}")
-    call.check_range("tree.token_ids", 0, INT32_MAX, where=used)
+    """Counts, parents, depths and tokens of a tree that the caller may have made."""
+    tree, N = call.tree, call.dims["N"]
+    names = ("token_ids", "parents", "depths", "node_counts")
+    token_ids, parents, depths, counts = (to_numpy(call[f"tree.{name}"]) for name in names)
+    fault = _checkers(call).find_tree_fault(token_ids, parents, depths, counts, tree.max_depth)
+    code, b, i = (int(x) for x in fault)
+    if code == 0:
+        return
+    if code == 1:
+        raise ValueError(f"tree.node_counts[{b}] must be in 1 … {N}, got {int(counts[b])}")
+    if code == 2:
+        raise ValueError(f"tree.parents[{b}, {i}] must be in 0 … {i - 1}, an earlier node, got {int(parents[b, i])}")
+    if code == 5:
+        raise ValueError(f"tree.token_ids[{b}, {i}] must be in 0 … {INT32_MAX}, got {int(token_ids[b, i])}")
+    wanted = int(depths[b, parents[b, i]]) + 1 if i > 0 else 0
+    of = "one more than its parent's" if i > 0 else "the root's"
+    raise ValueError(
+        f"tree.depths[{b}, {i}] must be {wanted}, {of}, and at most max_depth = {tree.max_depth}, "
+        f"got {int(depths[b, i])}"
+    )
 
 
 def check_visibility(call: Call) -> None:

@@ -204,7 +204,7 @@ def visibility_words(
     call.check("parents", ("B", "N"), INTS)
     call.check("node_counts", ("B",), INTS)
     if call.validates(validate):
-        check_parents(call, "")
+        check_parents(call)
     call.narrow("parents", "node_counts")
     return call.run(lambda op: op(call["parents"], call["node_counts"]))
 
@@ -245,7 +245,7 @@ def tree_positions(
     call.check("prefix_lens", ("B",), INTS)
     if call.validates(validate):
         call.check_range("depths", -1, INT32_MAX)
-        deepest = int(np.max(call["depths"], initial=0))
+        deepest = int(to_numpy(call["depths"]).max(initial=0))
         call.check_range("prefix_lens", 0, INT32_MAX - deepest)
     call.narrow("depths", "prefix_lens")
     return call.run(lambda op: op(call["depths"], call["prefix_lens"]))
@@ -482,7 +482,7 @@ def accept_tree(
         call.check("stop_token_ids", ("stops",), INTS)
     if call.validates(validate):
         check_tree_values(call)
-        used = np.arange(call.dims["N"]) < call.tree.node_counts[:, None]
+        used = np.arange(call.dims["N"]) < to_numpy(call.tree.node_counts)[:, None]
         call.check_range("target_token_ids", -1, INT32_MAX, where=used)
         if remaining is not None:
             call.check_range("remaining", 0, INT32_MAX)
@@ -541,21 +541,19 @@ def compact_cache(
     call.check("prefix_lens", ("B",), INTS)
     call.check_record("acceptance", {"node_indices": (("B", "L + 1"), "int32"), "lengths": (("B",), "int32")})
     if call.validates(validate):
-        kept = call.acceptance
-        steps = np.arange(call.dims["L + 1"])
-        if ((kept.lengths < 0) | (kept.lengths > call.dims["L + 1"])).any():
-            raise ValueError(f"acceptance.lengths must lie in 0 … {call.dims['L + 1']}, got {kept.lengths.tolist()}")
-        before = np.concatenate([np.full_like(kept.node_indices[:, :1], -1), kept.node_indices[:, :-1]], axis=1)
-        wrong = (steps < kept.lengths[:, None]) & (
-            (kept.node_indices <= before) | ((steps == 0) & (kept.node_indices != 0))
-        )
+        lengths, nodes = to_numpy(call.acceptance.lengths), to_numpy(call.acceptance.node_indices)
+        most = call.dims["L + 1"]
+        if ((lengths < 0) | (lengths > most)).any():
+            raise ValueError(f"acceptance.lengths must lie in 0 … {most}, got {lengths.tolist()}")
+        kept = np.arange(most) < lengths[:, None]
+        root = np.arange(most) == 0
+        wrong = kept & np.where(root, nodes != 0, nodes <= np.roll(nodes, 1, axis=1))
         if wrong.any():
             b, k = first(wrong)
             raise ValueError(
                 f"acceptance.node_indices[{b}] must begin with the root, 0, and rise, "
-                f"got {int(kept.node_indices[b, k])} at place {k}"
+                f"got {int(nodes[b, k])} at place {k}"
             )
-        used = np.where(steps < kept.lengths[:, None], kept.node_indices + 1, 0)
-        check_pages(call, used.max(1, initial=0), written=True)
+        check_pages(call, np.where(kept, nodes.astype(np.int64) + 1, 0).max(1, initial=0), written=True)
     call.narrow("page_table", "prefix_lens")
     call.run(lambda op: op(call["kv_cache"], call["page_table"], call["prefix_lens"], call.acceptance))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["Acceptance", "DraftTree", "chain_tree", "tree_from_parents"]
 
@@ -66,8 +67,10 @@ class DraftTree:
         """Whether a wider K might have changed the tree: bool (B,), True where a node has rank K − 1.
 
         A candidate of rank K would come after its sibling of rank K − 1, so a tree without the latter has no
-        place for the former.
+        place for the former. With K = 0 any candidate would change a tree that has room.
         """
+        if self.num_candidates == 0 and self.max_depth > 0 and self.num_slots > 1:
+            return self.node_counts == self.node_counts
         return (self.ranks == self.num_candidates - 1).any(1) & (self.node_counts > 1)
 
     @property
@@ -86,8 +89,12 @@ class DraftTree:
 
     def rank_path(self, request: int, node: int) -> tuple[int, ...]:
         """Ranks from the root's child down to ``node`` of ``request``; empty for the root."""
-        path = []
+        path: list[int] = []
         while node > 0:
+            if not self.parents[request, node] < node:
+                raise ValueError(
+                    f"parents[{request}, {node}] must be an earlier node, got {int(self.parents[request, node])}"
+                )
             path.append(int(self.ranks[request, node]))
             node = int(self.parents[request, node])
         return tuple(reversed(path))
@@ -143,8 +150,8 @@ def tree_from_parents(token_ids: Any, parents: Any, node_counts: Any = None) -> 
 
     Raises
     ------
-    ValueError
-        A shape or a parent out of range, named with its place.
+    ValueError, TypeError
+        A shape or type, or a token, parent or count out of range, named with its place.
 
     Examples
     --------
@@ -154,18 +161,23 @@ def tree_from_parents(token_ids: Any, parents: Any, node_counts: Any = None) -> 
     """
     from ddtree.reference.visibility_words import visibility_words
 
-    token_ids, parents = np.asarray(token_ids), np.asarray(parents)
+    token_ids, parents = _integers("token_ids", token_ids), _integers("parents", parents)
     if token_ids.ndim != 2 or token_ids.shape != parents.shape or token_ids.shape[1] == 0:
         raise ValueError(
             f"token_ids and parents must have one shape (B, N) with N >= 1, got {token_ids.shape} and {parents.shape}"
         )
     B, N = token_ids.shape
-    counts = np.full(B, N, np.int32) if node_counts is None else np.asarray(node_counts).astype(np.int32)
+    counts = np.full(B, N, np.int32) if node_counts is None else _integers("node_counts", node_counts)
     if counts.shape != (B,) or ((counts < 1) | (counts > N)).any():
         raise ValueError(f"node_counts must have shape ({B},) and lie in 1 … {N}, got {counts!r}")
+    counts = counts.astype(np.int32)
     slots = np.arange(N)
     used = slots < counts[:, None]
     inner = used & (slots > 0)
+    outside = used & ((token_ids < 0) | (token_ids > 2**31 - 1))
+    if outside.any():
+        b, i = (int(x) for x in np.argwhere(outside)[0])
+        raise ValueError(f"token_ids[{b}, {i}] must be in 0 … {2**31 - 1}, got {int(token_ids[b, i])}")
     wrong = inner & ((parents < 0) | (parents >= slots))
     if wrong.any():
         b, i = (int(x) for x in np.argwhere(wrong)[0])
@@ -208,7 +220,16 @@ def chain_tree(token_ids: Any, node_counts: Any = None) -> DraftTree:
     DraftTree
         On the host. Its target pass is a prefill for N > 1 and a one-token decode for N = 1.
     """
-    token_ids = np.asarray(token_ids)
+    token_ids = _integers("token_ids", token_ids)
+    if token_ids.ndim != 2 or token_ids.shape[1] == 0:
+        raise ValueError(f"token_ids must have shape (B, N) with N >= 1, got {token_ids.shape}")
     return tree_from_parents(
         token_ids, np.broadcast_to(np.arange(-1, token_ids.shape[-1] - 1), token_ids.shape), node_counts
     )
+
+
+def _integers(name: str, values: Any) -> NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, got {array.dtype}")
+    return array.astype(np.int64)

@@ -57,7 +57,8 @@ def choose_tokens(
             if temperature > 0:
                 assert positions is not None
                 request_id = b if request_ids is None else int(request_ids[b])
-                row = (row - top) / temperature  # at most 0, so that no small temperature overflows
+                with np.errstate(over="ignore"):  # −inf is the right rounding: the top is 0 at any temperature
+                    row = (row - top) / temperature
                 kept = nucleus(row, top_p) if top_p < 1 else np.True_
                 row = np.where(kept, row + gumbel_noise(V, seed, request_id, int(positions[b, i])), -np.inf)
             chosen[b, i] = row.argmax()  # the first of equals

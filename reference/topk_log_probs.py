@@ -25,6 +25,7 @@ def topk_log_probs(
             top = row[order[0]] if k > 0 else row.max()
             if np.isinf(top):
                 continue  # +inf, or nothing finite: no distribution
-            log_z = top + np.log(np.exp(row - top).sum())
-            log_probs[b, d] = np.minimum(row[order] - log_z, 0.0)
+            with np.errstate(over="ignore"):  # what float32 cannot hold is −inf, which is the right rounding
+                log_z = top + np.log(np.exp(row - top).sum())
+                log_probs[b, d] = np.minimum(row[order] - log_z, 0.0)
     return log_probs, token_ids

@@ -56,7 +56,9 @@ class Case:
         return f"{'tied' if self.tied else 'random'}, budget {self.budget:,}"
 
 
-CASES = tuple(Case(budget, K, tied) for budget, K in ((64, 64), (1024, 64), (1024, 128)) for tied in (False, True))
+CASES = tuple(
+    Case(budget, K, tied) for budget, K in ((64, 16), (64, 64), (1024, 64), (1024, 128)) for tied in (False, True)
+)
 
 
 def draft(case: Case, seed: int = 0) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]:

@@ -221,7 +221,7 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: ddtree.accept_tree(replace(TREE, max_depth=1), TREE.token_ids),
         ValueError,
-        r"tree.depths\[0, 2\] must be 2.*at most max_depth = 1, got 2",
+        r"tree.depths\[0, 2\] must be 2, .*at most max_depth = 1, got 2",
     ),
     (
         lambda: ddtree.accept_tree(replace(TREE, token_ids=altered(TREE.token_ids, (0, 1), -1)), TREE.token_ids),
@@ -237,6 +237,28 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: ddtree.accept_tree(replace(TREE, visibility_words=np.zeros((1, 5, 2), np.uint32)), TREE.token_ids),
         ValueError,
         "tree.visibility_words must have 1 words a row for N = 5, got 2",
+    ),
+    (
+        lambda: ddtree.accept_tree(replace(TREE, depths=altered(TREE.depths, (0, 0), 1)), TREE.token_ids),
+        ValueError,
+        r"tree.depths\[0, 0\] must be 0, the root's, and at most max_depth = 3, got 1",
+    ),
+    # tree_from_parents, chain_tree and rank_path
+    (
+        lambda: ddtree.tree_from_parents([[1, 2**31]], [[-1, 0]]),
+        ValueError,
+        r"token_ids\[0, 1\] must be in 0 … 2147483647",
+    ),
+    (lambda: ddtree.tree_from_parents([[1, -1]], [[-1, 0]]), ValueError, r"token_ids\[0, 1\] must be in 0 .*, got -1"),
+    (lambda: ddtree.tree_from_parents([[1, 2]], [[-1, 0.5]]), TypeError, "parents must hold integers, got float64"),
+    (lambda: ddtree.tree_from_parents([[1, 2]], [[-1, 1]]), ValueError, r"parents\[0, 1\] must be in 0 … 0"),
+    (lambda: ddtree.tree_from_parents([[1, 2]], [[-1, 0]], [3]), ValueError, r"node_counts must .* lie in 1 … 2"),
+    (lambda: ddtree.tree_from_parents([[1, 2]], [[-1]]), ValueError, r"one shape \(B, N\) with N >= 1, got \(1, 2\)"),
+    (lambda: ddtree.chain_tree(5), ValueError, r"token_ids must have shape \(B, N\) with N >= 1, got \(\)"),
+    (
+        lambda: replace(TREE, parents=altered(TREE.parents, (0, 2), 3)).rank_path(0, 2),
+        ValueError,
+        r"parents\[0, 2\] must be an earlier node, got 3",
     ),
     # verify_attention
     (lambda: attend(kv_cache=CACHE.astype(np.float16)), TypeError, "kv_cache must be of type float32, got float16"),
@@ -356,3 +378,27 @@ def test_out_is_written_and_returned() -> None:
     out = np.full((1, 5, 2, 6), np.nan, np.float32)
     assert attend(out=out) is out
     assert not np.isnan(out).any()
+
+
+def test_garbage_in_unused_slots_is_not_looked_at() -> None:
+    """Padding may hold anything, an index far outside the tree included."""
+    few = replace(TREE, node_counts=np.array([2], np.int32), parents=altered(TREE.parents, (0, 4), 2**30))
+    few = replace(few, token_ids=altered(few.token_ids, (0, 3), -5), depths=altered(few.depths, (0, 3), -77))
+    assert ddtree.accept_tree(few, TREE.token_ids).lengths.tolist() == [1]
+
+
+def test_extreme_logits_raise_no_warning() -> None:
+    logits = np.array([[[3e38, -3e38]]], np.float32)
+    for backend in BACKENDS:
+        log_probs, _ = ddtree.topk_log_probs(logits, 2, backend=backend)
+        assert log_probs.tolist() == [[[0.0, -np.inf]]]
+        huge = np.array([[[-1.7e308, 1.7e308]]])
+        assert ddtree.topk_log_probs(huge, 2, backend=backend)[1].tolist() == [[[1, 0]]]
+        at = np.zeros((1, 1), np.int32)
+        assert ddtree.choose_tokens(huge, temperature=1e-310, positions=at, backend=backend).tolist() == [[1]]
+
+
+def test_with_no_candidates_any_wider_draft_might_change_a_tree_with_room() -> None:
+    nothing = draft(log_probs=np.zeros((1, 3, 0), np.float32), token_ids=np.zeros((1, 3, 0), np.int32))
+    assert ddtree.build_tree(**nothing).used_last_rank.tolist() == [True]
+    assert ddtree.build_tree(**(nothing | {"budget": 0})).used_last_rank.tolist() == [False]
