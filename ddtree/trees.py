@@ -170,7 +170,7 @@ def tree_from_parents(token_ids: Any, parents: Any, node_counts: Any = None) -> 
     counts = np.full(B, N, np.int32) if node_counts is None else _integers("node_counts", node_counts)
     if counts.shape != (B,) or ((counts < 1) | (counts > N)).any():
         raise ValueError(f"node_counts must have shape ({B},) and lie in 1 … {N}, got {counts!r}")
-    counts = counts.astype(np.int32)
+    counts32 = counts.astype(np.int32)
     slots = np.arange(N)
     used = slots < counts[:, None]
     inner = used & (slots > 0)
@@ -182,7 +182,7 @@ def tree_from_parents(token_ids: Any, parents: Any, node_counts: Any = None) -> 
     if wrong.any():
         b, i = (int(x) for x in np.argwhere(wrong)[0])
         raise ValueError(f"parents[{b}, {i}] must be in 0 … {i - 1}, an earlier node, got {int(parents[b, i])}")
-    parents = np.where(inner, parents, -1).astype(np.int32)
+    parents = np.asarray(np.where(inner, parents, -1), np.int32)
     depths = np.where(used, 0, -1).astype(np.int32)
     ranks = np.full((B, N), -1, np.int32)
     children = np.zeros((B, N), np.int32)
@@ -198,8 +198,8 @@ def tree_from_parents(token_ids: Any, parents: Any, node_counts: Any = None) -> 
         depths=depths,
         ranks=ranks,
         scores=np.where(used, 0.0, -np.inf),
-        node_counts=counts,
-        visibility_words=visibility_words(parents, counts),
+        node_counts=counts32,
+        visibility_words=visibility_words(parents, counts32),
         max_depth=max(int(depths.max(initial=0)), 0),
         num_candidates=int(ranks.max(initial=-1)) + 1,
     )

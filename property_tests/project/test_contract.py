@@ -20,7 +20,7 @@ ADDED_BY_THE_PUBLIC_LAYER = {"backend", "validate", "vocab_size"}
 
 
 def parameters(function: object) -> list[tuple[str, str, object]]:
-    found = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    found = inspect.signature(function).parameters.values()
     return [(p.name, p.kind.name, p.default) for p in found if p.name != "self"]
 
 
