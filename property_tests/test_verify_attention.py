@@ -120,7 +120,7 @@ def large_case(dtype=np.float32, *, shape="random", N=33, prefixes=(70, 0, 5), p
     rng, (C, R) = np.random.default_rng(seed), (32, 8)
     B = len(prefixes)
     counts = np.array([N] * (B - 1) + [max(N - 3, 1)], np.int32)
-    tree = tree_from_parents(np.zeros((B, N)), np.stack([SHAPES[shape](rng, N) for _ in range(B)]), counts)
+    tree = tree_from_parents(np.zeros((B, N), np.int32), np.stack([SHAPES[shape](rng, N) for _ in range(B)]), counts)
     prefix_lens = np.array(prefixes, np.int32)
     needed = -(-(prefix_lens + counts) // page_size)
     pages = rng.permutation(int(needed.sum()) + 1)
@@ -209,7 +209,7 @@ def test_a_row_that_a_node_does_not_see_does_not_matter(verify_attention, case):
 
 @pytest.mark.parametrize("B, N", [(0, 1), (0, 5)])
 def test_no_request_has_no_output(verify_attention, B, N):
-    tree = tree_from_parents(np.zeros((B, N)), np.zeros((B, N), np.int32))
+    tree = tree_from_parents(np.zeros((B, N), np.int32), np.zeros((B, N), np.int32))
     cache = KVCache(np.full((1, 2, 4, 6), np.nan, np.float32), np.zeros((B, 1), np.int32), np.zeros(B, np.int32))
     out = Case(np.zeros((B, N, 2, 6), np.float32), cache, tree, 1.0, 4).call(verify_attention)
     assert_same(out, np.zeros((B, N, 2, 4), np.float32))
