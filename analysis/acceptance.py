@@ -32,6 +32,16 @@ class _Columns:
         rows = zip(*(np.asarray(getattr(self, name)).tolist() for name in self._columns), strict=True)
         return [dict(zip(self._columns, map(_none_if_nan, row), strict=True)) for row in rows]
 
+    def __str__(self) -> str:
+        cells = [list(self._columns)]
+        cells += [[_cell(value) for value in record.values()] for record in self.records()]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
 
 def _none_if_nan(value: Any) -> Any:
     return None if value != value else value

@@ -16,7 +16,7 @@ from pathlib import Path
 from ddtree.backends import BACKENDS, BackendUnavailable, get_backend
 from ddtree.protocols import OPS
 
-__all__ = ["BackendState", "backend_states", "devices", "versions"]
+__all__ = ["BackendState", "backend_states", "devices", "how_to_get", "versions"]
 
 PACKAGES = {
     "numpy": ("numpy",),
@@ -64,6 +64,12 @@ def versions() -> dict[str, str | None]:
     return {"ddtree": __version__, "python": platform.python_version()} | {
         name: next(filter(None, map(_version, distributions)), None) for name, distributions in PACKAGES.items()
     }
+
+
+def how_to_get(library: str) -> str:
+    """The command that brings one of ``PACKAGES``."""
+    known = {"numba-cuda": BACKENDS["numba_cuda"].install, "cupy": BACKENDS["cupy"].install}
+    return known.get(library, f"pip install {PACKAGES[library][0]}")
 
 
 def devices() -> list[str]:

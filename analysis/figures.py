@@ -276,14 +276,15 @@ def tree_layout(parents: ArrayLike) -> NDArray[np.float64]:
     return places
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure as PNG or SVG, as the name ends; the file appears whole or not at all.
+def save(figure: Figure | Drawing, path: str | os.PathLike[str]) -> Path:
+    """Write a figure, or what a function here drew, as PNG or SVG, as the name ends; whole or not at all.
 
     Raises
     ------
     ValueError
         The name ends otherwise.
     """
+    figure = figure.figure if isinstance(figure, Drawing) else figure
     path = Path(path)
     kind = path.suffix.removeprefix(".").lower()
     if kind not in ("png", "svg"):

@@ -107,7 +107,17 @@ def current_stream(array: Any) -> int | None:
         return None
     if array_kind(array) == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device.number).cuda_stream)
-    return int(importlib.import_module("cupy").cuda.get_current_stream(device.number).ptr)
+    return int(_cupy().cuda.get_current_stream(device.number).ptr)
+
+
+def _cupy() -> Any:
+    try:
+        return importlib.import_module("cupy")
+    except ImportError as error:
+        raise ImportError(
+            f"arrays on a CUDA device are worked on through CuPy, which cannot be imported ({error}): "
+            "pip install cupy-cuda13x (or cupy-cuda12x)"
+        ) from error
 
 
 def dtype_name(array: Any) -> str:
@@ -129,6 +139,8 @@ def import_array(array: Any) -> Any:
         Not an array, or a tensor that autograd watches.
     ValueError
         A device that neither NumPy nor CuPy reaches.
+    ImportError
+        It lies on a GPU, and CuPy is not installed.
     """
     kind = array_kind(array)
     if kind in ("numpy", "cupy"):
@@ -142,7 +154,7 @@ def import_array(array: Any) -> Any:
             raise TypeError("must not require gradients: these operations have none; pass tensor.detach()")
         # DLPack has no common bfloat16: its bits travel as int16.
         array = array.view(sys.modules["torch"].int16) if bfloat16 else array
-    library = np if device.type == "cpu" else importlib.import_module("cupy")
+    library = np if device.type == "cpu" else _cupy()
     try:
         native = library.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError) as error:
@@ -183,7 +195,7 @@ def use_stream_of(array: Any) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    cupy = importlib.import_module("cupy")
+    cupy = _cupy()
     with cupy.cuda.Device(device.number):
         if array_kind(array) != "torch":  # CuPy's own stream is the one it works on already
             yield

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from ddtree.arrays import Device, array_kind, device_of
@@ -32,8 +33,10 @@ class _Known:
 BACKENDS: dict[str, _Known] = {
     "reference": _Known("ddtree.reference", None, "", "numpy"),
     "numba_cpu": _Known("ddtree.kernels.numba_cpu", "numba", "pip install numba", "numpy"),
-    "numba_cuda": _Known("ddtree.kernels.numba_cuda", "numba.cuda", "pip install 'ddtree[cuda13]'", "cupy"),
-    "cupy": _Known("ddtree.kernels.cupy", "cupy", "pip install 'ddtree[cuda13]' (or 'ddtree[cuda12]')", "cupy"),
+    "numba_cuda": _Known(
+        "ddtree.kernels.numba_cuda", "numba.cuda", "pip install 'numba-cuda[cu13]' cupy-cuda13x", "cupy"
+    ),
+    "cupy": _Known("ddtree.kernels.cupy", "cupy", "pip install cupy-cuda13x (or cupy-cuda12x)", "cupy"),
 }
 
 DEFAULT_ORDER: dict[str, tuple[str, ...]] = {"cpu": ("numba_cpu", "reference"), "cuda": ("cupy",)}
@@ -124,6 +127,11 @@ def get_backend(spec: str) -> Backend:
         return Backend(spec, importlib.import_module(known.module), known.array_kind)
 
     module_name, _, attribute = spec.partition(":")
+    if "/" in spec or spec.endswith(".py"):
+        raise ValueError(
+            f"backend must be a module's name, not a path, got {spec!r}: run where it can be imported, "
+            f"and pass {module_name.rpartition('/')[2].removesuffix('.py')!r}"
+        )
     try:
         namespace: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -143,7 +151,9 @@ def get_backend(spec: str) -> Backend:
     if backend.array_kind not in ("numpy", "cupy", "torch"):
         raise ValueError(f"backend {spec!r}: array_kind must be 'numpy', 'cupy' or 'torch', got {backend.array_kind!r}")
     if not backend.ops:
-        raise ValueError(f"backend {spec!r} has no operation: define any of {', '.join(OPS)}")
+        raise ValueError(
+            f"backend {spec!r} has no operation: define any of {', '.join(OPS)}, or name one of {', '.join(BACKENDS)}"
+        )
     return backend
 
 
@@ -159,7 +169,8 @@ def select_backend(op: str, backend: str | Backend | None, device: Device) -> Ba
         return backend
     if backend is not None:
         if not isinstance(backend, str):
-            raise TypeError(f"backend must be a name, 'module:object' or a Backend, got {type(backend).__name__}")
+            hint = f": pass its name, {backend.__name__!r}" if isinstance(backend, ModuleType) else ""
+            raise TypeError(f"backend must be a name, 'module:object' or a Backend, got {type(backend).__name__}{hint}")
         return get_backend(backend)
     order = DEFAULT_ORDER.get(device.type, ())
     for name in order:

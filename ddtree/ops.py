@@ -107,7 +107,8 @@ def build_tree(
 ) -> DraftTree:
     """Build the draft tree of the ``budget`` likeliest continuations, for each request (DDTree, arXiv 2604.12989).
 
-    A node is a rank path (r1, …, rd); its score is the float64 sum, in depth order, of its path's float32 log-probs.
+    A node is a rank path (r1, …, rd); its score is the float64 sum, in depth order from +0.0 (so never −0.0), of its
+    path's float32 log-probs.
     The tree is the first ``budget`` paths in the order: score descending, then path lexicographic, a prefix before its
     extensions. The order is total, so every backend builds the same tree, ties included, and the tree of a smaller
     budget is a prefix of that of a larger one.

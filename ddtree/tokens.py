@@ -18,7 +18,7 @@ def token_row(name: str, tokens: Any, vocab_size: int | None = None) -> NDArray[
     name : str
         What a message calls it.
     tokens : array or sequence, int, shape (n,)
-        Token ids. An empty sequence is one of no tokens.
+        Token ids; bytes are a token each. An empty sequence is one of no tokens.
     vocab_size : int, optional
         V, which every id must be less than; without it ids need only be ≥ 0.
 
@@ -27,7 +27,7 @@ def token_row(name: str, tokens: Any, vocab_size: int | None = None) -> NDArray[
     ValueError, TypeError
         Another shape, another type, or an id outside the vocabulary, named with its place.
     """
-    row = np.asarray(tokens)
+    row = np.frombuffer(tokens, np.uint8) if isinstance(tokens, bytes | bytearray) else np.asarray(tokens)
     if row.ndim != 1:
         hint = "; put a single sequence in a list" if row.ndim == 0 else ""
         raise ValueError(f"{name} must have shape (n,), got {row.shape}{hint}")

@@ -21,7 +21,9 @@ from typing import Any
 import click
 import numpy as np
 from numpy.typing import NDArray
+from rich import box
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from ddtree import reference
@@ -53,7 +55,7 @@ class Case:
     @property
     def name(self) -> str:
         """As in the table."""
-        return f"{'tied' if self.tied else 'random'}, budget {self.budget:,}"
+        return f"{'tied' if self.tied else 'random'}, {self.budget:,}"
 
 
 CASES = tuple(
@@ -191,12 +193,16 @@ def machine() -> dict[str, Any]:
     }
 
 
-def table_of(results: list[tuple[Case, dict[str, list[float]]]], title: str, caption: str) -> Table:
-    """Medians with their spread, and the ratios that were measured in the same repeat."""
-    table = Table(title=title, caption=caption)
-    for name in ("case", "K"):
+def table_of(results: list[tuple[Case, dict[str, list[float]]]], title: str, caption: str, *, wide: bool) -> Table:
+    """Medians (with their spread where there is room) and the ratios that were measured in the same repeat."""
+
+    def shown(values: list[float]) -> str:
+        return spread(values) if wide else spread(values).partition(" ")[0]
+
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("drafts, budget", "K"):
         table.add_column(name, no_wrap=True)
-    for name in ("published", "reference", "numba_cpu", "times faster", "validation", "% of build"):
+    for name in ("published", "reference", "numba_cpu", "times\nfaster", "vali-\ndation", "% of\nbuild"):
         table.add_column(name, justify="right", no_wrap=True)
     for case, times in results:
         faster = [a / b for a, b in zip(times["published"], times["numba_cpu"], strict=True)]
@@ -204,8 +210,8 @@ def table_of(results: list[tuple[Case, dict[str, list[float]]]], title: str, cap
         table.add_row(
             case.name,
             str(case.num_candidates),
-            *(spread(values) for values in (times["published"], times["reference"], times["numba_cpu"], faster)),
-            *(spread(values) for values in (times["validation"], share)),
+            *map(shown, (times["published"], times["reference"], times["numba_cpu"], faster)),
+            *map(shown, (times["validation"], share)),
         )
     return table
 
@@ -226,7 +232,8 @@ def main(repeats: int, quick: bool, json_path: str | None) -> None:
     cases = [Case(c.budget, c.num_candidates, c.tied, 128 if quick else c.batch_size) for c in CASES]
     repeats = min(repeats, 3) if quick else repeats
     results, rows = [], []
-    for case in cases:
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    for case in track(cases, description="timing", console=Console(stderr=True), transient=True):
         published, references = max(2, 8192 // case.budget // (4 if quick else 1)), 2
         times = measure(case, repeats=repeats, published=published, references=references)
         results.append((case, times))
@@ -234,13 +241,14 @@ def main(repeats: int, quick: bool, json_path: str | None) -> None:
     here = machine()
     title = f"Building trees: {cases[0].batch_size:,} requests, depth {cases[0].max_depth}; microseconds a request"
     caption = (
-        f"Median of {repeats} rounds (least to greatest). {here['cpu']}, {here['numba threads']} numba threads; "
+        f"Median of {repeats} rounds{' (least to greatest)' if console.width >= 180 else ''}. "
+        + f"{here['cpu']}, {here['numba threads']} numba threads; "
         + ", ".join(f"{name} {version}" for name, version in here["versions"].items())
         + ". The published builder and the reference work on one core, and were timed on "
         + ", ".join(f"{row['published requests']} and {row['reference requests']}" for row in rows[::2])
         + " requests of the batches. Equal trees were checked first."
     )
-    Console(width=None if sys.stdout.isatty() else 200).print(table_of(results, title, caption))
+    console.print(table_of(results, title, caption, wide=console.width >= 180))
     if json_path is not None:
         with open(json_path, "w", encoding="utf-8") as file:
             json.dump({"machine": here, "cases": rows}, file, indent=1, ensure_ascii=False)

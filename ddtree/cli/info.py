@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def info(as_json: bool) -> None:
     """Show versions, devices, and which backend serves which operation."""
-    from ddtree.analysis.environment import backend_states, devices, versions
+    from ddtree.analysis.environment import backend_states, devices, how_to_get, versions
     from ddtree.backends import DEFAULT_ORDER
 
     states = backend_states()
@@ -37,18 +37,18 @@ def info(as_json: bool) -> None:
     console = Console(highlight=False)
     installed = versions()
     console.print(", ".join(f"{name} {version}" for name, version in installed.items() if version))
-    console.print(
-        f"not installed: {', '.join(name for name, version in installed.items() if not version) or 'nothing'}"
-    )
+    missing = [name for name, version in installed.items() if not version]
+    console.print(f"not installed: {', '.join(missing) or 'nothing'}")
     console.print(*devices(), sep="\n", markup=False, soft_wrap=True)
     console.print(_operations(states))
     console.print("default  serves calls without backend=: the first that has the operation, of")
+    able = {state.name for state in states if state.ops}
     for kind, order in DEFAULT_ORDER.items():
-        console.print(f"         {', '.join(order)} for arrays on {kind}")
+        console.print(f"         {', '.join(b for b in order if b in able) or 'nothing yet'} for arrays on {kind}")
     console.print("other    serves calls that name it: backend=…")
-    for state in states:
-        if state.reason:
-            console.print(f"\n{state.reason}", markup=False, soft_wrap=True)  # a command must stay in one piece
+    console.print()
+    for line in [*(s.reason for s in states if s.reason), *(f"to get {m}: {how_to_get(m)}" for m in missing)]:
+        console.print(line, markup=False, soft_wrap=True)  # a command must stay in one piece
 
 
 def _operations(states: tuple[BackendState, ...]) -> Table:

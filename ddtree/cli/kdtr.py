@@ -45,9 +45,12 @@ def ls(file: Path) -> None:
     from ddtree.kdtr import KdtrFile
 
     with _errors_in_one_line(), KdtrFile(file) as opened:
-        arrays = Table("name", "dtype", "shape")
-        arrays.add_column("bytes", justify="right")
-        arrays.add_column("CRC-32")
+        arrays = Table()
+        arrays.add_column("name", overflow="fold")  # the end of a name is what tells it from others
+        arrays.add_column("dtype", no_wrap=True)
+        arrays.add_column("shape", no_wrap=True)
+        arrays.add_column("bytes", justify="right", no_wrap=True)
+        arrays.add_column("CRC-32", no_wrap=True)
         for entry in opened.entries.values():
             cells = _printable(entry.name), entry.dtype.name, str(entry.shape), f"{entry.nbytes:,}"
             arrays.add_row(*map(Text, cells), Text(f"{entry.crc32:08x}"))

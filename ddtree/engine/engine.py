@@ -80,6 +80,8 @@ class Engine:
         page_size: int = 16,
         max_context: int | None = None,
     ) -> None:
+        if not callable(getattr(target, "forward", None)):
+            raise TypeError(f"target must have the methods of ddtree.protocols.Target, got {type(target).__name__}")
         self.target = target
         self.vocab_size = integer("target.vocab_size", target.vocab_size, 1, INT32_MAX)
         if drafter is not None and not callable(drafter):

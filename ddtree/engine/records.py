@@ -40,7 +40,7 @@ class Round:
     acceptance: Acceptance
 
 
-@dataclass
+@dataclass(repr=False)
 class Generation:
     """The result of :meth:`ddtree.engine.Engine.generate`.
 
@@ -63,6 +63,11 @@ class Generation:
     rounds: list[Round] = field(default_factory=list)
     tokens_per_round: list[NDArray[np.int32]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        tau = "none" if self.tau is None else f"{self.tau:.2f}"
+        tokens = sum(map(len, self.tokens))
+        return f"Generation({len(self.tokens)} prompts, {tokens} tokens, {self.num_rounds} rounds, tau={tau})"
 
     @property
     def num_rounds(self) -> int:

@@ -72,6 +72,8 @@ class ScriptedTarget:
         if cache.prefix_lens[b] > 0:
             return int(cache.data[0, cache.page_table[b, 0], 0, 0])
         prompt = tree.token_ids[b, : int(tree.node_counts[b])]
-        if b >= len(self._texts) or not np.array_equal(prompt, self._texts[b][: len(prompt)]):
-            raise ValueError(f"prompt {b} must be the beginning of texts[{b}] of {len(self._texts)} texts, got another")
+        if b >= len(self._texts):
+            raise ValueError(f"texts must have one text a prompt, got {len(self._texts)} texts and a prompt {b}")
+        if not np.array_equal(prompt, self._texts[b][: len(prompt)]):
+            raise ValueError(f"prompt {b} must be the beginning of texts[{b}], got another")
         return b

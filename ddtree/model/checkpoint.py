@@ -158,7 +158,13 @@ def _parse_json(text: str, where: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return _parse_json(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{path.resolve()} is missing: a model's folder has config.json and model.safetensors (or its shards)"
+        ) from None
+    return _parse_json(text, str(path))
 
 
 def _check_tied(config: ModelConfig, weights: Mapping[str, Any]) -> None:

@@ -4,8 +4,11 @@ Importing this package imports neither numba nor a kernel: each name below loads
 its function or takes it from numba's cache.
 """
 
+import contextlib
 import importlib
 import sys
+import threading
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -34,11 +37,26 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+@contextlib.contextmanager
+def _noted_if_slow(name: str) -> Iterator[None]:
+    """Tell a person who waits at a terminal what for: a first compilation takes seconds, later processes load it."""
+    note = f"ddtree: compiling {name} for this machine, once …\n"
+    timer = threading.Timer(1.5, sys.stderr.write, [note])
+    timer.daemon = True
+    if sys.stderr is not None and sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def __getattr__(name: str) -> Any:
     """Return the function ``name``, from the module of that name."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{name}"), name)
+    with _noted_if_slow(name):
+        return getattr(importlib.import_module(f"{__name__}.{name}"), name)
 
 
 def __dir__() -> list[str]:

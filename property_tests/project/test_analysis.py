@@ -24,7 +24,7 @@ from ddtree.analysis.figures import (
     save,
     tree_layout,
 )
-from ddtree.drafters import OracleDrafter
+from ddtree.drafters import NgramDrafter, OracleDrafter
 from ddtree.engine import Engine, Generation, Round, ScriptedTarget
 from ddtree.trees import Acceptance, tree_from_parents
 
@@ -195,7 +195,7 @@ def test_acceptance_figure_shows_the_table():
 
 def test_figures_of_tables_without_intervals_or_rows(tmp_path):
     one = [a_round([CHAIN], [[0]], [False])]
-    save(plot_acceptance_by_depth(acceptance_table(one)).figure, tmp_path / "one.png")
+    save(plot_acceptance_by_depth(acceptance_table(one)), tmp_path / "one.png")
     save(plot_acceptance_by_depth(acceptance_table([])).figure, tmp_path / "none.png")
     single = tau_by_budget(lambda mode, budget: Generation([], [], one), {"tree": [4]})
     assert single.records() == [dict(mode="tree", budget=4, tau=1.0, low=None, high=None, n_rounds=1, n_tokens=1)]
@@ -366,3 +366,13 @@ def test_planted_fault_is_found(op, function, first, monkeypatch):
 
 def test_reference_agrees_with_itself():
     assert [(a.mismatches, a.first) for a in compare_with_reference("reference", examples=20)] == [(0, "")] * 8
+
+
+def test_tables_and_generations_print_for_people():
+    generation = Engine(ScriptedTarget([b"abcabcabcabc"], 256), NgramDrafter(), depth=2, budget=2).generate(
+        [b"abcabc"], 6
+    )
+    assert re.fullmatch(r"Generation\(1 prompts, 6 tokens, \d rounds, tau=\d\.\d\d\)", repr(generation))
+    first, *rows = str(acceptance_table(generation)).splitlines()
+    assert first.split() == ["depth", "n_offered", "n_accepted", "rate", "low", "high"]
+    assert [row.split()[0] for row in rows] == ["1", "2"]

@@ -119,6 +119,12 @@ def test_a_tensor_that_requires_gradients_is_refused(torch: ModuleType) -> None:
         ddtree.topk_log_probs(torch.zeros(1, 1, 4, requires_grad=True), 2)
 
 
+def test_a_gpu_array_without_cupy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ImportError, match="pip install cupy-cuda13x"):
+        ddtree.topk_log_probs(Foreign(np.zeros((1, 1, 4), np.float32), device=(2, 0)), 2)
+
+
 def test_only_loaded_libraries_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert arrays.array_kind(Foreign(np.zeros(1))) == "dlpack"

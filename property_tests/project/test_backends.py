@@ -64,6 +64,8 @@ def test_a_missing_operation_is_never_served_by_another(mine: str) -> None:
         ("my_kernels:Nothing", ValueError, "'my_kernels' has no object 'Nothing'"),
         ("my_kernels:empty", ValueError, "has no operation: define any of topk_log_probs"),
         ("my_kernels:Wrong", ValueError, "array_kind must be 'numpy', 'cupy' or 'torch', got 'tensorflow'"),
+        ("./my_kernels.py", ValueError, "a module's name, not a path, .* pass 'my_kernels'"),
+        ("numba", ValueError, "or name one of reference, numba_cpu"),
         (":", backends.BackendUnavailable, "cannot be imported"),
     ],
 )
@@ -113,6 +115,8 @@ def test_no_backend_on_a_device_is_said_so() -> None:
 def test_a_backend_is_a_name_or_a_backend() -> None:
     with pytest.raises(TypeError, match="backend must be a name"):
         ddtree.build_tree(LOG_PROBS, IDS, ROOTS, budget=2, backend=3)
+    with pytest.raises(TypeError, match="got module: pass its name, 'ddtree.reference'"):
+        ddtree.build_tree(LOG_PROBS, IDS, ROOTS, budget=2, backend=ddtree.reference)
     reference = backends.get_backend("reference")
     assert ddtree.build_tree(LOG_PROBS, IDS, ROOTS, budget=2, backend=reference).node_counts.tolist() == [3]
 
