@@ -143,7 +143,11 @@ def import_array(array: Any) -> Any:
         It lies on a GPU, and CuPy is not installed.
     """
     kind = array_kind(array)
-    if kind in ("numpy", "cupy"):
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("must not be masked: these operations know no mask; pass array.filled(...)")
+    if kind == "numpy":  # a matrix or another subclass would index and reduce by rules of its own
+        return array if type(array) is np.ndarray else array.view(np.ndarray)
+    if kind == "cupy":
         return array
     device = device_of(array)
     if device.type not in ("cpu", "cuda"):
@@ -152,6 +156,8 @@ def import_array(array: Any) -> Any:
     if kind == "torch":
         if array.requires_grad:
             raise TypeError("must not require gradients: these operations have none; pass tensor.detach()")
+        if array.is_neg() or array.is_conj():  # views whose memory says something else than they do
+            raise TypeError("must not be a lazily negated or conjugated view; pass tensor.resolve_neg()")
         # DLPack has no common bfloat16: its bits travel as int16.
         array = array.view(sys.modules["torch"].int16) if bfloat16 else array
     library = np if device.type == "cpu" else _cupy()

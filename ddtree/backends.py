@@ -132,6 +132,8 @@ def get_backend(spec: str) -> Backend:
             f"backend must be a module's name, not a path, got {spec!r}: run where it can be imported, "
             f"and pass {module_name.rpartition('/')[2].removesuffix('.py')!r}"
         )
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, 'module' or 'module:object', got {spec!r}")
     try:
         namespace: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -13,12 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from ddtree.arrays import Device, device_of, dtype_name, export_array, import_array, to_numpy, use_stream_of
+from ddtree.arrays import (
+    Device,
+    array_namespace,
+    device_of,
+    dtype_name,
+    export_array,
+    import_array,
+    to_numpy,
+    use_stream_of,
+)
 from ddtree.backends import Backend, select_backend
 from ddtree.trees import Acceptance, DraftTree
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTS = ("int32", "int64")
+CACHE_INTS = ("int16", "uint16", "int32", "uint32", "int64", "uint64")
 INT32_MAX = 2**31 - 1
 
 _TREE_ARRAYS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -117,11 +127,18 @@ class Call:
         if written and not getattr(array.flags, "writeable", True):
             raise ValueError(f"{name} must be writable, got a read-only array")
 
+    def check_apart(self, name: str, *others: str) -> None:
+        """What is written must not be what is read."""
+        for other in others:
+            if array_namespace(self[name], self[other]).may_share_memory(self[name], self[other]):
+                raise ValueError(f"{name} must not overlap {other} in memory: pass an array of its own")
+
     def check_record(self, record: str, wanted: dict[str, tuple[tuple[str, ...], str]]) -> None:
         for field, (shape, dtype) in wanted.items():
             self.check(f"{record}.{field}", shape, (dtype,))
 
     def check_tree(self) -> None:
+        integer("tree.max_depth", self.tree.max_depth, 0, INT32_MAX - 2)
         self.check_record("tree", _TREE_ARRAYS)
         words = (self.dims["N"] + 31) // 32
         if self.dims["W"] != words:
@@ -130,6 +147,8 @@ class Call:
             )
 
     def validates(self, validate: bool | None) -> bool:
+        if validate is not None and not isinstance(validate, bool | np.bool_):
+            raise TypeError(f"validate must be True, False or None, got {type(validate).__name__}")
         return self.device.type == "cpu" if validate is None else bool(validate)
 
     def check_range(self, name: str, low: int, high: int, where: Any = True) -> None:
@@ -193,7 +212,11 @@ def integer(name: str, value: Any, low: int, high: int, high_is: str = "") -> in
 
 def real(name: str, value: Any, least: float = -math.inf) -> float:
     try:
+        if isinstance(value, str | bytes | bool | np.bool_):
+            raise TypeError
         number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got an integer that no float64 holds") from None
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}") from None
     if not math.isfinite(number) or number < least:
@@ -299,10 +322,13 @@ def check_pages(call: Call, window: Any, *, written: bool = False) -> None:
     places = np.arange(max_pages)
     call.check_range("page_table", 0, pages - 1, where=places < -(-rows[:, None] // max(S, 1)))
     if written and S > 0:
-        inside = (places >= prefix[:, None] // S) & (places < -(-rows[:, None] // S)) & (window[:, None] > 0)
-        owned, uses = np.unique(table[inside], return_counts=True)
-        if (uses > 1).any():
+        held = places < -(-rows[:, None] // S)
+        inside = held & (places >= prefix[:, None] // S) & (window[:, None] > 0)
+        uses = np.bincount(table[held], minlength=pages)
+        shared = inside & (uses[np.where(held, table, 0)] > 1)
+        if shared.any():
+            b, p = first(shared)
             raise ValueError(
-                f"page_table: page {int(owned[uses > 1][0])} holds rows of two verify windows; "
-                "a page that is written must belong to one request"
+                f"page_table[{b}, {p}] = {int(table[b, p])} is written and must belong to one request and one place, "
+                f"but {int(uses[table[b, p]])} entries in use name that page"
             )

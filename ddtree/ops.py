@@ -25,6 +25,7 @@ import numpy as np
 from ddtree.arrays import dtype_name, to_numpy
 from ddtree.backends import Backend
 from ddtree.checks import (
+    CACHE_INTS,
     FLOATS,
     INT32_MAX,
     INTS,
@@ -166,7 +167,15 @@ def build_tree(
         check_draft(call, -1 if vocab_size is None else vocab_size)
     # Past a depth's end an id may be anything, so int64 ids are narrowed without a check of those.
     call.narrow("token_ids", "root_token_ids")
-    return call.run(lambda op: op(call["log_probs"], call["token_ids"], call["root_token_ids"], budget=budget))  # type: ignore[no-any-return]
+    try:
+        tree: DraftTree = call.run(
+            lambda op: op(call["log_probs"], call["token_ids"], call["root_token_ids"], budget=budget)
+        )
+    except MemoryError as error:
+        B, N = call.dims["B"], 1 + budget
+        size = B * N * (4 * 4 + 8 + 4 * -(-N // 32)) / 2**30
+        raise MemoryError(f"budget = {budget} for {B} requests makes trees of {size:,.1f} GiB: {error}") from error
+    return tree
 
 
 def visibility_words(
@@ -312,10 +321,13 @@ def verify_attention(
     call.check("prefix_lens", ("B",), INTS)
     call.check_tree()
     scale = real("scale", scale)
+    if dtype != ("float64",) and abs(scale) > float(np.finfo(np.float32).max):
+        raise ValueError(f"scale must be finite in float32, which scores are computed in, got {scale}")
     kv_lora_rank = integer("kv_lora_rank", kv_lora_rank, 1, call.dims["C + R"], "the last dimension of q")
     call.dims["C"] = kv_lora_rank
     if out is not None:
         call.check("out", ("B", "N", "H", "C"), dtype, written=True)
+        call.check_apart("out", "q", "kv_cache")
     if call.validates(validate):
         check_tree_values(call)
         check_visibility(call)
@@ -517,7 +529,7 @@ def compact_cache(
 
     Parameters
     ----------
-    kv_cache : array, any type of 2, 4 or 8 bytes, shape (layers, pages, S, C + R)
+    kv_cache : array, any float, or integer of 16, 32 or 64 bits, shape (layers, pages, S, C + R)
         Written in place.
     page_table : array, int32, shape (B, max_pages)
         Row r of request b is row ``r % S`` of page ``page_table[b, r // S]``.
@@ -537,7 +549,7 @@ def compact_cache(
     """
     named = {"kv_cache": kv_cache, "page_table": page_table, "prefix_lens": prefix_lens}
     call = Call("compact_cache", backend, named, acceptance)
-    call.check("kv_cache", ("layers", "pages", "S", "C + R"), (*FLOATS, "int16", *INTS), written=True)
+    call.check("kv_cache", ("layers", "pages", "S", "C + R"), (*FLOATS, *CACHE_INTS), written=True)
     call.check("page_table", ("B", "max_pages"), INTS)
     call.check("prefix_lens", ("B",), INTS)
     call.check_record("acceptance", {"node_indices": (("B", "L + 1"), "int32"), "lengths": (("B",), "int32")})

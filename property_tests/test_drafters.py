@@ -326,3 +326,22 @@ def test_repeated_text_is_accepted_whole():
     generation = engine.generate([text[:24]], 25)
     assert_same(generation.tokens[0], text[24:49])
     assert generation.tokens_per_round[0].tolist() == [8, 8, 8]
+
+
+def test_ngram_drafter_of_two_generations_at_once_drafts_as_each_alone():
+    """Request numbers are those of a generation: another's tokens under the same number must not be voted for."""
+    texts = [np.tile([1, 2, 3, 4], 20), np.tile([4, 3, 2, 1], 20)]
+
+    def draft(drafter, text, n):
+        tokens = np.asarray(text[:n], np.int32)
+        context = DraftContext([0], [tokens], tokens[-1:], [{}], [0] if n == 30 else [], [])
+        return [array.tolist() for array in drafter(context, 3, 4)]
+
+    alone = []
+    for text in texts:
+        drafter = NgramDrafter()
+        alone.append([draft(drafter, text, n) for n in range(30, 40)])
+    shared = NgramDrafter()
+    for i, n in enumerate(range(30, 40)):
+        for text, expected in zip(texts, alone, strict=True):
+            assert draft(shared, text, n) == expected[i]

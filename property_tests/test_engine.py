@@ -1,5 +1,6 @@
 """Laws of the engine: a drafter decides how many tokens a round emits, and never which."""
 
+import contextlib
 from typing import Any
 
 import hypothesis.strategies as st
@@ -19,7 +20,7 @@ from ddtree.property_tests.targets import (
     hostile_drafter,
     repeating_drafter,
 )
-from ddtree.protocols import KVCache
+from ddtree.protocols import KVCache, TargetOutput
 from ddtree.trees import chain_tree
 
 TOKENS = st.integers(0, VOCABULARY - 1)
@@ -569,3 +570,60 @@ def test_scripted_target_has_no_choice_after_its_last_token():
 def test_scripted_target_refuses_what_it_has_no_text_for(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+class Stub:
+    """A target whose cache and logits are whatever the test wants."""
+
+    vocab_size = 4
+
+    def __init__(self, cache=None, width=4, result=None):
+        self.cache, self.width, self.result = cache, width, result
+
+    def new_cache(self, num_pages, page_size):
+        return np.zeros((1, num_pages, page_size, 1), np.float32) if self.cache is None else self.cache
+
+    def forward(self, tree, cache, *, hidden_layers=(), last_only=False):
+        shape = (tree.batch_size, 1 if last_only else tree.num_slots, self.width)
+        return TargetOutput(np.zeros(shape, np.float32)) if self.result is None else self.result
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "match"),
+    [
+        (Stub(np.zeros((1, 1, 1, 1), np.float32)), ValueError, r"target.new_cache must return .*\(layers, 1, 16, C"),
+        (Stub(np.zeros((1, 1, 16, 2), np.float32)[..., :1]), ValueError, "target.new_cache must .* C-contiguous"),
+        (Stub(np.zeros((1, 1, 16, 1), complex)), TypeError, "target.new_cache must return a writable array"),
+        (Stub([0]), TypeError, "target.new_cache's result must be a NumPy, CuPy or torch array"),
+        (Stub(width=10), ValueError, r"target.forward must return logits of shape \(1, 1, 4\), got \(1, 1, 10\)"),
+        (Stub(width=3), ValueError, r"target.forward must return logits of shape \(1, 1, 4\), got \(1, 1, 3\)"),
+        (Stub(result=3), TypeError, "target.forward must return a TargetOutput, got int"),
+    ],
+)
+def test_a_target_that_breaks_the_contract_is_named(target, error, match):
+    with pytest.raises(error, match=match):
+        Engine(target).generate([[1, 1, 1]], 4, mode="autoregressive")
+
+
+def test_what_is_no_target_is_refused():
+    with pytest.raises(TypeError, match=r"target must have the methods of ddtree.protocols.Target, got int"):
+        Engine(42)
+
+
+def test_a_drafter_cannot_change_what_is_committed():
+    """Writing into the context, by force too, changes how fast tokens come and never which."""
+    text = np.arange(40) % 10
+
+    def hostile(context, depth, topk):
+        shape = (len(context.tokens), depth, 1)
+        for tokens in context.tokens:
+            with contextlib.suppress(ValueError):
+                tokens.flags.writeable = True
+                tokens[:] = 3
+        context.root_token_ids[:] = 7
+        context.request_ids.clear()
+        return np.full(shape, -1.0, np.float32), np.full(shape, 5, np.int32)
+
+    target = ScriptedTarget([text, text], vocab_size=10)
+    run = Engine(target, hostile, depth=3, budget=3).generate([text[:5], text[:8]], 20)
+    assert [t.tolist() for t in run.tokens] == [text[5:25].tolist(), text[8:28].tolist()]

@@ -220,3 +220,18 @@ def test_no_request_has_no_output(verify_attention, B, N):
 def test_types_are_those_that_the_reference_takes(verify_attention, dtype):
     case = large_case(TYPES[dtype])
     assert_same_form(or_skip(lambda: case.call(verify_attention)), case.call(reference.verify_attention))
+
+
+@pytest.mark.parametrize("value", [-3e38, -np.inf])
+def test_scores_that_overflow_weigh_nothing_beside_a_finite_one(verify_attention, value):
+    """Whole blocks of rows whose scores are −inf must not poison a softmax that goes over rows in blocks."""
+    cache = np.zeros((1, 80, 2), np.float32)
+    cache[0, :64, 1] = value
+    cache[0, :, 0] = 1.0
+    tree = tree_from_parents(np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32))
+    q = np.full((1, 1, 1, 2), 2.0, np.float32)
+    with np.errstate(over="ignore"):
+        out = verify_attention(
+            q, cache, np.zeros((1, 1), np.int32), np.array([70], np.int32), tree, scale=1.0, kv_lora_rank=1
+        )
+    assert out.tolist() == [[[[1.0]]]]

@@ -67,7 +67,9 @@ class NgramDrafter:
         log_probs = np.full((len(context.request_ids), depth, topk), -np.inf, np.float32)
         token_ids = np.full(log_probs.shape, -1, np.int32)
         for b, (request, tokens) in enumerate(zip(context.request_ids, context.tokens, strict=True)):
-            index = self._indices.setdefault(request, _NgramIndex(self.min_ngram, self.max_ngram))
+            index = self._indices.get(request)
+            if index is None or not index.began(tokens):  # another generation may have the same request numbers
+                index = self._indices[request] = _NgramIndex(self.min_ngram, self.max_ngram)
             index.extend(tokens)
             places = [np.array(ends[-self._voters :][::-1], np.int64) for ends in index.suffix_places(tokens)]
             for d in range(depth):
@@ -100,7 +102,12 @@ class _NgramIndex:
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
         self.next_end = 1
+        self.seen: NDArray[np.int32] = np.empty(0, np.int32)
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
+
+    def began(self, tokens: NDArray[np.int32]) -> bool:
+        """Whether ``tokens`` go on from what is indexed."""
+        return np.array_equal(tokens[: len(self.seen)], self.seen)
 
     def extend(self, tokens: NDArray[np.int32]) -> None:
         """Take in the n-grams that something follows now."""
@@ -110,6 +117,7 @@ class _NgramIndex:
             for n in range(self.min_ngram, min(self.max_ngram, end) + 1):
                 self.ends[tuple(recent[end - n : end])].append(start + end)
         self.next_end = max(self.next_end, len(tokens))
+        self.seen = tokens
 
     def suffix_places(self, tokens: NDArray[np.int32]) -> list[list[int]]:
         """For each order, longest first, the places right after an earlier copy of the last n tokens, oldest first."""

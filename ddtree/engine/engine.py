@@ -16,10 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from ddtree.arrays import array_kind, array_namespace, dtype_name, import_array, to_numpy, use_stream_of
 from ddtree.backends import get_backend
-from ddtree.checks import INT32_MAX, integer, real
+from ddtree.checks import CACHE_INTS, FLOATS, INT32_MAX, integer, real
 from ddtree.engine.records import STAGES, FinishReason, Generation, Round
 from ddtree.ops import accept_tree, build_tree, choose_tokens, compact_cache, tree_positions
-from ddtree.protocols import DraftContext, Drafter, KVCache, Target
+from ddtree.protocols import DraftContext, Drafter, KVCache, Target, TargetOutput
 from ddtree.tokens import token_row
 from ddtree.trees import Acceptance, DraftTree, chain_tree
 
@@ -228,10 +228,10 @@ class _Sequence:
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """Prompt and new tokens; read-only, for drafters to look at and keep."""
-        view = self.buffer[: self.length]
-        view.flags.writeable = False
-        return view
+        """Prompt and new tokens: a copy, which a drafter may keep, and cannot change what is committed through."""
+        copy = self.buffer[: self.length].copy()
+        copy.flags.writeable = False
+        return copy
 
     @property
     def new_tokens(self) -> NDArray[np.int32]:
@@ -285,9 +285,9 @@ class _Run:
         self.active = list(range(len(prompts)))
         # The last round may begin one token before the end, and its tree stands behind that.
         self.pages = _Pages([len(p) + max_new_tokens + 1 + plan.budget for p in prompts], engine.page_size)
-        self.kv_cache = engine.target.new_cache(self.pages.count, engine.page_size)
-        if array_kind(self.kv_cache) not in ("numpy", "cupy"):
-            raise TypeError(f"target.new_cache must return a NumPy or CuPy array, got {type(self.kv_cache).__name__}")
+        self.kv_cache = _checked_cache(
+            engine.target.new_cache(self.pages.count, engine.page_size), self.pages.count, engine.page_size
+        )
         self.xp = array_namespace(self.kv_cache)
         self.stops, self.stop_set = self.xp.asarray(np.array(stops, np.int32)), frozenset(stops)
         self.keys = np.array(keys, np.int64)
@@ -309,7 +309,7 @@ class _Run:
         with self._timed("prefill"):
             tree = _converted(chain_tree(padded, lens), self._native)
             cache = self._cache(np.zeros_like(lens), lens)
-            output = self.engine.target.forward(tree, cache, hidden_layers=self.hidden_layers, last_only=True)
+            output = self._forward(tree, cache, last_only=True)
             choices = to_numpy(self._choose(output.logits, self.xp.asarray(lens[:, None] - 1)))
         self._commit(choices, np.zeros_like(lens), [np.arange(n) for n in lens], output.hidden_states)
         self.began, self.ended = list(self.active), []  # who ended here never drafted
@@ -328,7 +328,7 @@ class _Run:
             tree = self._build_tree(log_probs, token_ids, roots)
         with self._timed("forward"):
             cache = self._cache(prefix_lens, tree.num_slots)
-            output = self.engine.target.forward(tree, cache, hidden_layers=self.hidden_layers)
+            output = self._forward(tree, cache)
         with self._timed("choose_tokens"):
             positions = tree_positions(tree.depths, cache.prefix_lens, backend=backend, validate=False)
             choices = self._choose(output.logits, positions)
@@ -351,6 +351,19 @@ class _Run:
         target_token_ids = np.where(host_tree.depths >= 0, to_numpy(choices), np.int32(-1))
         return Round(requests, host_tree, target_token_ids, kept)
 
+    def _forward(self, tree: DraftTree, cache: KVCache, *, last_only: bool = False) -> TargetOutput:
+        """Run the target, and see that there are logits of every token after every node that was asked about."""
+        output = self.engine.target.forward(tree, cache, hidden_layers=self.hidden_layers, last_only=last_only)
+        if not isinstance(output, TargetOutput):
+            raise TypeError(f"target.forward must return a TargetOutput, got {type(output).__name__}")
+        wanted = (len(self.active), 1 if last_only else tree.num_slots, self.engine.vocab_size)
+        if tuple(np.shape(output.logits)) != wanted:
+            raise ValueError(f"target.forward must return logits of shape {wanted}, got {np.shape(output.logits)}")
+        missing = [layer for layer in self.hidden_layers if layer not in output.hidden_states]
+        if missing:
+            raise ValueError(f"target.forward must return the hidden states of layers {missing}, which were asked for")
+        return output
+
     def _draft(self, roots: Any) -> tuple[Any, Any]:
         """Ask the drafter, and see that its answer is a draft of these requests and no larger than asked for."""
         requests, (depth, _, topk) = list(self.active), self.plan
@@ -358,9 +371,9 @@ class _Run:
             shape = (len(requests), depth, 1)
             return self.xp.full(shape, -np.inf, np.float32), self.xp.full(shape, -1, np.int32)
         context = DraftContext(
-            request_ids=requests,
+            request_ids=list(requests),
             tokens=[self.sequences[r].tokens for r in requests],
-            root_token_ids=roots,
+            root_token_ids=roots.copy(),
             hidden_states=[self.hidden_states[r] for r in requests],
             began=self.began,
             ended=self.ended,
@@ -462,6 +475,26 @@ def _converted(record: Record, convert: Callable[[Any], Any]) -> Record:
     """The same record with every array converted."""
     arrays = {f.name: getattr(record, f.name) for f in fields(record)}
     return replace(record, **{name: convert(a) for name, a in arrays.items() if not isinstance(a, int)})
+
+
+def _checked_cache(data: Any, pages: int, page_size: int) -> Any:
+    """A target's new cache, of which the rounds take for granted that every page handed out is in it."""
+    try:
+        kind = array_kind(data)
+    except TypeError as error:
+        raise TypeError(f"target.new_cache's result {error}") from error
+    if kind not in ("numpy", "cupy"):
+        raise TypeError(f"target.new_cache must return a NumPy or CuPy array, got {type(data).__name__}")
+    if data.ndim != 4 or data.shape[1:3] != (pages, page_size) or not data.flags.c_contiguous:
+        raise ValueError(
+            f"target.new_cache must return a C-contiguous array of shape (layers, {pages}, {page_size}, C + R), "
+            f"got shape {data.shape} and strides {data.strides}"
+        )
+    if dtype_name(data) not in (*FLOATS, *CACHE_INTS) or not getattr(data.flags, "writeable", True):
+        raise TypeError(
+            f"target.new_cache must return a writable array of {', '.join(FLOATS)} or integers, got {data.dtype}"
+        )
+    return data
 
 
 def _listed(name: str, values: Any) -> list[Any]:

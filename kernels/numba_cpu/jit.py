@@ -11,6 +11,9 @@ import numpy as np
 from numba import config, njit, types
 from numpy.typing import NDArray
 
+if config.DISABLE_JIT:  # type: ignore[attr-defined]
+    raise ImportError("numba's compiler is switched off by NUMBA_DISABLE_JIT: unset it, or pass backend='reference'")
+
 __all__ = ["as_array", "compiled", "in_parallel", "inout", "native_floats", "readonly"]
 
 PIECES_A_THREAD = 4
@@ -99,9 +102,13 @@ def in_parallel(kernel: Callable[..., Any], count: int, *arguments: Any, grain: 
                 return
             results[i] = kernel(*arguments, cuts[i], cuts[i + 1])
 
-    if _pool is None:
-        _pool = ThreadPoolExecutor(threads, thread_name_prefix="ddtree-numba-cpu")
-    helpers: list[Future[None]] = [_pool.submit(work) for _ in range(min(threads, pieces) - 1)]
+    helpers: list[Future[None]] = []
+    # Once the main thread has ended no thread can be started any more, and the caller does it all.
+    with contextlib.suppress(RuntimeError):
+        if _pool is None:
+            _pool = ThreadPoolExecutor(threads, thread_name_prefix="ddtree-numba-cpu")
+        for _ in range(min(threads, pieces) - 1):
+            helpers.append(_pool.submit(work))  # noqa: PERF401 - those before a refusal count
     try:
         work()
     finally:

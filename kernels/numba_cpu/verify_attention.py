@@ -90,6 +90,8 @@ def attend(q, cache, page_table, prefix_lens, words, counts, scale, out, start, 
                     block_top = max(block_top, scores[k])
                 old_top = tops[h] if begin > 0 else -np.inf
                 tops[h] = max(old_top, block_top)
+                if tops[h] == -np.inf:
+                    continue  # scores that overflowed weigh nothing beside any other; there may be one further on
                 rescale = math.exp(old_top - tops[h])  # 0 for the first block
                 # Sums of blocks are added up, rather than rows: of thousands of rows, that loses far fewer bits.
                 block_weight = 0.0
@@ -127,7 +129,7 @@ def verify_attention(
     sums = result if result.dtype == queries.dtype else np.empty(result.shape, queries.dtype)
     if kv_cache.dtype != queries.dtype:
         # Convert the pages in use, and them alone: entries of the table behind a request's last row may hold anything.
-        needed = -(-(prefix_lens + tree.node_counts) // kv_cache.shape[1])
+        needed = -(-(prefix_lens.astype(np.int64) + tree.node_counts) // kv_cache.shape[1])
         in_use = np.arange(page_table.shape[1]) < needed[:, None]
         pages, places = np.unique(page_table[in_use], return_inverse=True)
         kv_cache = native_floats(kv_cache[pages]).astype(queries.dtype, copy=False)

@@ -119,6 +119,11 @@ def test_a_tensor_that_requires_gradients_is_refused(torch: ModuleType) -> None:
         ddtree.topk_log_probs(torch.zeros(1, 1, 4, requires_grad=True), 2)
 
 
+def test_a_lazily_negated_tensor_is_refused(torch: ModuleType) -> None:
+    with pytest.raises(TypeError, match=r"logits must not be a lazily negated.*resolve_neg"):
+        ddtree.topk_log_probs(torch._neg_view(torch.tensor([[[1.0, 3.0, 2.0]]])), 1)
+
+
 def test_a_gpu_array_without_cupy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match="pip install cupy-cuda13x"):

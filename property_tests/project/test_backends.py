@@ -66,7 +66,9 @@ def test_a_missing_operation_is_never_served_by_another(mine: str) -> None:
         ("my_kernels:Wrong", ValueError, "array_kind must be 'numpy', 'cupy' or 'torch', got 'tensorflow'"),
         ("./my_kernels.py", ValueError, "a module's name, not a path, .* pass 'my_kernels'"),
         ("numba", ValueError, "or name one of reference, numba_cpu"),
-        (":", backends.BackendUnavailable, "cannot be imported"),
+        (":", ValueError, "must be one of reference"),
+        ("", ValueError, "must be one of reference"),
+        ("..rel", ValueError, "must be one of reference"),
     ],
 )
 def test_a_wrong_spec_says_what_it_must_be(mine: str, spec: str, error: type[Exception], match: str) -> None:

@@ -265,6 +265,16 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: attend(kv_cache=CACHE[:, :, :7].copy()), ValueError, r"kv_cache must have shape \(pages, S, C \+ R = 8\)"),
     (lambda: attend(kv_lora_rank=9), ValueError, r"kv_lora_rank must be in 1 … 8 \(the last dimension of q\), got 9"),
     (lambda: attend(scale=float("inf")), ValueError, "scale must be finite, got inf"),
+    (lambda: attend(scale=1e300), ValueError, "scale must be finite in float32"),
+    (lambda: attend(scale=10**400), ValueError, "scale must be finite, got an integer that no float64 holds"),
+    (lambda: attend(scale="1"), TypeError, "scale must be a number, got str '1'"),
+    (lambda: attend(scale=True), TypeError, "scale must be a number, got bool True"),
+    (lambda: attend(validate=np.array([1, 2])), TypeError, "validate must be True, False or None, got ndarray"),
+    (lambda: attend(out=Q[..., :6]), ValueError, "out must be C-contiguous"),
+    (lambda: attend(kv_lora_rank=8, out=Q), ValueError, "out must not overlap q in memory"),
+    (lambda: attend(tree=replace(TREE, max_depth=2**31 - 2)), ValueError, "tree.max_depth must be in 0 … 2147483645"),
+    (lambda: attend(tree=replace(TREE, max_depth=2.5)), TypeError, "tree.max_depth must be an integer, got float"),
+    (lambda: attend(q=np.ma.masked_array(Q)), TypeError, r"q must not be masked.*pass array.filled"),
     (
         lambda: attend(out=np.zeros((1, 5, 2, 8), np.float32)),
         ValueError,
@@ -286,6 +296,11 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         r"tree.visibility_words\[0, 1\] must be what the parents say \(see visibility_words\)",
     ),
     # compact_cache
+    (
+        lambda: compact(page_table=np.array([[2, 2, 1]], np.int32)),
+        ValueError,
+        r"page_table\[0, 1\] = 2 is written and must belong to one request and one place, but 2 entries",
+    ),
     (lambda: compact(acceptance=TREE), TypeError, "acceptance must be a ddtree.Acceptance, got DraftTree"),
     (
         lambda: compact(acceptance=replace(KEPT, lengths=np.array([5], np.int32))),
@@ -314,7 +329,7 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
             acceptance=ddtree.Acceptance(*(np.repeat(getattr(KEPT, f), 2, 0) for f in KEPT.__dataclass_fields__)),
         ),
         ValueError,
-        "page 0 holds rows of two verify windows",
+        r"page_table\[0, 1\] = 0 is written and must belong to one request and one place, but 2 entries",
     ),
 ]
 
@@ -402,3 +417,28 @@ def test_with_no_candidates_any_wider_draft_might_change_a_tree_with_room() -> N
     nothing = draft(log_probs=np.zeros((1, 3, 0), np.float32), token_ids=np.zeros((1, 3, 0), np.int32))
     assert ddtree.build_tree(**nothing).used_last_rank.tolist() == [True]
     assert ddtree.build_tree(**(nothing | {"budget": 0})).used_last_rank.tolist() == [False]
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+def test_subclasses_of_arrays_are_what_they_hold() -> None:
+    """A matrix indexes and reduces by rules of its own: none of them may be met."""
+    table = np.asmatrix(TABLE)
+    for backend in BACKENDS:
+        assert attend(page_table=table, backend=backend).tolist() == attend(backend=backend).tolist()
+        positions = np.asmatrix(np.zeros((1, 5), np.int32))
+        assert choose(temperature=1.0, positions=positions, backend=backend).shape == (1, 5)
+        assert ddtree.tree_positions(np.asmatrix(TREE.depths), PREFIX, backend=backend).shape == (1, 5)
+
+
+def test_a_window_may_not_be_written_over_another_requests_prefix() -> None:
+    table, two = np.array([[0, 1], [1, 2]], np.int32), np.array([5, 5], np.int32)
+    kept = ddtree.Acceptance(*(np.repeat(getattr(KEPT, f), 2, 0) for f in KEPT.__dataclass_fields__))
+    kept.node_indices[:, 2], kept.lengths[:] = -1, 2
+    with pytest.raises(ValueError, match=r"page_table\[0, 1\] = 1 is written and must belong to one request"):
+        compact(page_table=table, prefix_lens=two, acceptance=kept)
+
+
+def test_trees_too_large_for_the_memory_name_the_budget() -> None:
+    one = draft(log_probs=np.zeros((1, 1, 1), np.float32), token_ids=np.zeros((1, 1, 1), np.int32), budget=2**31 - 2)
+    with pytest.raises(MemoryError, match=r"budget = 2147483646 for 1 requests makes trees of [\d,.]+ GiB"):
+        ddtree.build_tree(**one)
