@@ -207,7 +207,7 @@ def test_packed_masks_are_right_for_every_request(visibility_words, N):
 
 def test_requests_with_trees_of_their_own_have_masks_of_their_own(verify_attention):
     # Three nodes each: a chain and a star. The last node sees latents 1, 2, 6 in the chain, and 1, 6 in the star.
-    tree = tree_from_parents(np.zeros((2, 3)), np.array([[-1, 0, 1], [-1, 0, 0]]))
+    tree = tree_from_parents(np.zeros((2, 3), np.int32), np.array([[-1, 0, 1], [-1, 0, 0]]))
     cache = np.tile(np.array([1, 2, 6], np.float32)[None, :, None], (2, 1, 1))
     tables = np.array([[0], [1]], np.int32), np.zeros(2, np.int32)
     out = verify_attention(np.zeros((2, 3, 1, 1), np.float32), cache, *tables, tree, scale=1.0, kv_lora_rank=1)
