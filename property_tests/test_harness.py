@@ -111,7 +111,7 @@ SMALLEST = {
     "siblings": ("accept_tree", first_child_alone, r"acceptance.node_indices\[0, 1\]: -1, should be 2",
                  lambda given: given["tree"].parents.tolist() == [[-1, 0, 0]]),
     "layers": ("compact_cache", first_layer_alone, r"bits of kv_cache\[1, ",
-                lambda given: given["acceptance"].node_indices.tolist() == [[0, 2]]),
+                lambda given: given["acceptance"].lengths.max() <= 3),
     "rounding": ("verify_attention", rounded_attention, r"the worst row is off by .*, .* is allowed",
                  lambda given: given["tree"].node_counts.tolist() == [2]),
     "normalisation": ("topk_log_probs", unnormalised, r"log_probs\[0, 0\]\[0\]: .*, should be",

@@ -72,7 +72,7 @@ def _show(console: Console, case: Case, told: str) -> None:
     console.print(f"\ngiven: {', '.join(given)}", markup=False)
     for what in ("test", "seed", "versions"):
         if case.about.get(what):
-            console.print(f"{what}: {case.about[what]}", markup=False)
+            console.print(f"{what}: {case.about[what]}", markup=False, soft_wrap=what == "test")
     if case.error:
         return
     console.print()
@@ -109,7 +109,7 @@ def _show_tree(console: Console, expected: DraftTree, got: DraftTree, backend: s
     shown = range(max(i - ROWS_BEFORE, 0), min(i + ROWS_AFTER, N))
     head = ["node", "reference\nrank path", "\ntoken", "\nscore", f"{backend}\nrank path", "\ntoken", "\nscore"]
     rows = [((b, j) in wrong, [str(j), *sides[0][b][j], *sides[1][b][j]]) for j in shown]
-    _table(console, f"request {b}: first differs at node {i}, {len(wrong)} nodes in all", head, rows)
+    _table(console, f"request {b}, node {i} is the first that differs; {len(wrong)} of {B * N} do", head, rows)
 
 
 def _node(tree: DraftTree, b: int, i: int) -> tuple[str, str, str]:
