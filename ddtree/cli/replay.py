@@ -90,7 +90,8 @@ def _table(console: Console, title: str, head: Sequence[str], rows: Sequence[tup
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("", *head, box=box.SIMPLE_HEAD, title=Text(title), title_justify="left", title_style="")
+    console.print(title, markup=False)
+    table = Table("", *head, box=box.SIMPLE_HEAD)
     for marked, cells in rows:
         style = "bold red" if marked else ""
         table.add_row(*(Text(cell, style) for cell in (">" if marked else "", *cells)))
