@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree.analysis.acceptance import AcceptanceTable, TauTable, acceptance_table, tau_by_budget
-from ddtree.analysis.agreement import compare_with_reference, first_line
 from ddtree.analysis.environment import backend_states
 from ddtree.drafters import NgramDrafter, NoiseLaw, OracleDrafter
 from ddtree.engine import Engine, Generation, Round, ScriptedTarget
 from ddtree.kdtr import read_kdtr
 from ddtree.model import golden_bundle, load_model
+from ddtree.property_tests.harness import HypothesisMissingError, check_operation, first_line
 from ddtree.property_tests.tolerances import TOLERANCE
 from ddtree.protocols import DraftContext, Drafter, KVCache
 from ddtree.trees import chain_tree
@@ -55,7 +55,7 @@ class Settings:
     shown_budget : int
         The one of ``budgets`` whose acceptance by depth and whose tree are drawn.
     examples : int
-        Random inputs an operation and backend.
+        Drawn inputs an operation and backend.
     seed : int
         Of everything random.
     """
@@ -71,7 +71,7 @@ class Settings:
 
 
 FULL = Settings()
-QUICK = Settings(files=4, prompt_bytes=512, new_bytes=64, budgets=(1, 2, 4, 8, 16), examples=8)
+QUICK = Settings(files=4, prompt_bytes=512, new_bytes=64, budgets=(1, 2, 4, 8, 16), examples=20)
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,12 @@ def backends(settings: Settings) -> Findings:
         if state.reason is not None:
             found.notes.append(f"Not checked: {state.reason}.")
             continue
-        for a in compare_with_reference(state.name, examples=settings.examples, seed=settings.seed):
+        for op in state.ops:
+            try:
+                a = check_operation(state.name, op, examples=settings.examples, seed=settings.seed)
+            except HypothesisMissingError as error:
+                found.notes.append(f"Not checked: backend {state.name!r}; {error}.")
+                break
             expected, got = (f"{n}/{a.examples} differ" for n in (0, a.mismatches))
             found.checks.append(Check(f"{a.backend}: {a.op}", expected, got, a.mismatches == 0, a.first))
     return found

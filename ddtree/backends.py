@@ -68,7 +68,9 @@ class Backend:
         public = getattr(self.namespace, "__all__", None)
         if public is not None and self.name in BACKENDS:  # ours load an operation when it is first asked for
             return tuple(op for op in OPS if op in public)
-        return tuple(op for op in OPS if callable(getattr(self.namespace, op, None)))
+        found = {op: getattr(self.namespace, op, None) for op in OPS}
+        # a public function in it was imported to be called: it is not the backend's own
+        return tuple(op for op in OPS if callable(found[op]) and getattr(found[op], "__module__", "") != "ddtree.ops")
 
     def op(self, name: str) -> Callable[..., Any]:
         """Return the function of operation ``name``.

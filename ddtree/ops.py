@@ -552,7 +552,15 @@ def compact_cache(
     call.check("kv_cache", ("layers", "pages", "S", "C + R"), (*FLOATS, *CACHE_INTS), written=True)
     call.check("page_table", ("B", "max_pages"), INTS)
     call.check("prefix_lens", ("B",), INTS)
-    call.check_record("acceptance", {"node_indices": (("B", "L + 1"), "int32"), "lengths": (("B",), "int32")})
+    call.check_record(
+        "acceptance",
+        {
+            "node_indices": (("B", "L + 1"), "int32"),
+            "lengths": (("B",), "int32"),
+            "bonus_token_ids": (("B",), "int32"),
+            "finished": (("B",), "bool"),
+        },
+    )
     if call.validates(validate):
         lengths, nodes = to_numpy(call.acceptance.lengths), to_numpy(call.acceptance.node_indices)
         most = call.dims["L + 1"]

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import inspect
+import importlib.util
+from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ddtree.arrays import to_numpy
+from ddtree.arrays import export_array, to_numpy
 from ddtree.backends import BACKENDS, get_backend
+from ddtree.property_tests.cases import KEYWORDS, PARAMETERS, Case, map_arrays, named_leaves
 from ddtree.protocols import OPS
 
 WRITTEN = {("compact_cache", "kv_cache"), ("verify_attention", "out")}
 """Arguments that an operation writes into. All others are handed over read-only, and compared afterwards."""
+
+RECENT: deque[Case] = deque(maxlen=64)
+"""The last calls, of which a failing test keeps one."""
+CALLS: Counter[str] = Counter()
+"""Calls made, by operation and backend."""
 
 
 @dataclass(frozen=True)
 class Operation:
     """An operation of one backend: NumPy arrays in, NumPy arrays out, whatever the backend works on.
 
-    An operation that works in place, ``compact_cache``, gets a copy and returns it.
+    An operation that works in place, ``compact_cache``, gets a copy and returns it. A backend of torch arrays gets
+    them on the CPU, or on the device that its attribute ``device`` names.
     """
 
     name: str
@@ -31,37 +40,61 @@ class Operation:
     def __repr__(self) -> str:
         return f"{self.name}[{self.backend}]"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # what Hypothesis shows
+
     @property
     def function(self) -> Any:
         """The bare function, for arrays of the backend's own kind."""
         return get_backend(self.backend).op(self.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        names = list(inspect.signature(OPS[self.name].__call__).parameters)[1:]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        sent = {name: _map_arrays(value, lambda a, n=name: self._send(a, n)) for name, value in given.items()}
-        result = self.function(*(sent[name] for name in names[: len(args)]), **{name: sent[name] for name in kwargs})
+        given = dict(zip(PARAMETERS[self.name], args, strict=False)) | kwargs
+        # copies: a test may change what it gave, and the case is what the operation saw
+        case = Case(self.name, self.backend, {k: map_arrays(v, np.array) for k, v in given.items()})
+        RECENT.append(case)
+        CALLS[repr(self)] += 1
+        try:
+            case.got = self._call(given)
+        except Exception as error:
+            case.error = str(error) if isinstance(error, MisuseError) else f"raised {type(error).__name__}: {error}"
+            raise
+        return case.got
+
+    def _call(self, given: dict[str, Any]) -> Any:
+        sent = {name: map_arrays(value, functools.partial(self._send, name)) for name, value in given.items()}
+        by_name = {name: value for name, value in sent.items() if name in KEYWORDS[self.name]}
+        result = self.function(*(value for name, value in sent.items() if name not in by_name), **by_name)
         for name, value in given.items():
             if (self.name, name) not in WRITTEN:
                 pairs = zip(_arrays(value), _arrays(sent[name]), strict=True)
-                assert all(a.tobytes() == to_numpy(b).tobytes() for a, b in pairs), f"{self} wrote into {name}"
+                if any(a.tobytes() != to_numpy(b).tobytes() for a, b in pairs):
+                    raise MisuseError(f"{self} wrote into {name}")
         if self.name == "compact_cache":
-            assert result is None, f"{self} works in place and returns None, got {type(result).__name__}"
+            if result is not None:
+                raise MisuseError(f"{self} works in place and returns None, got {type(result).__name__}")
             return to_numpy(sent["kv_cache"])
-        if kwargs.get("out") is not None:
-            assert result is sent["out"], f"{self} returns the array that was passed as out"
-        return _map_arrays(result, to_numpy)
+        if given.get("out") is not None and result is not sent["out"]:
+            raise MisuseError(f"{self} returns the array that was passed as out")
+        return map_arrays(result, to_numpy)
 
-    def _send(self, array: np.ndarray, name: str) -> Any:
-        copy, kind = np.array(array, order="C"), get_backend(self.backend).array_kind
-        if kind != "numpy":
-            return importlib.import_module(kind).asarray(copy)
+    def _send(self, name: str, array: np.ndarray) -> Any:
+        copy, backend = np.array(array, order="C"), get_backend(self.backend)
+        if backend.array_kind == "torch":
+            torch = importlib.import_module("torch")
+            return export_array(copy, torch.empty(0)).to(getattr(backend.namespace, "device", "cpu"))
+        if backend.array_kind == "cupy":
+            return importlib.import_module("cupy").asarray(copy)
         copy.flags.writeable = (self.name, name) in WRITTEN
         return copy
 
 
+class MisuseError(AssertionError):
+    """A backend wrote where it must not, or returned what it must not."""
+
+
 def chosen_backends(config: Any) -> tuple[str, ...]:
-    """Backends to test: what ``--ddtree-backend`` names where that option is known, else all of ours."""
+    """Backends to test: what ``--ddtree-backend`` names, else all of ours."""
     return tuple(config.getoption("--ddtree-backend", default=None) or BACKENDS)
 
 
@@ -80,26 +113,23 @@ def ops_of(backend: str) -> tuple[str, ...]:
     return get_backend(backend).ops
 
 
+def kind_of(backend: str) -> str:
+    """The kind of arrays that a backend takes."""
+    return BACKENDS[backend].array_kind if backend in BACKENDS else get_backend(backend).array_kind
+
+
 def why_not(backend: str) -> str | None:
     """Why a backend cannot run on this machine; None where it can."""
-    if backend in BACKENDS and BACKENDS[backend].array_kind == "cupy":
+    kind = kind_of(backend)
+    if kind == "cupy":
         try:
             return None if importlib.import_module("cupy").cuda.runtime.getDeviceCount() else "no GPU"
         except Exception:  # CuPy missing, or it finds no driver: both mean that no GPU can be used from here
             return "no GPU"
+    if kind == "torch" and importlib.util.find_spec("torch") is None:
+        return "optional library torch is not installed"
     return None
 
 
 def _arrays(value: Any) -> list[Any]:
-    found: list[Any] = []
-    _map_arrays(value, found.append)
-    return found
-
-
-def _map_arrays(value: Any, change: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        arrays = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(getattr(value, f.name), "dtype")}
-        return replace(value, **{name: change(array) for name, array in arrays.items()})
-    if isinstance(value, tuple):
-        return tuple(_map_arrays(v, change) for v in value)
-    return change(value) if hasattr(value, "dtype") and hasattr(value, "shape") and value.shape != () else value
+    return [leaf for _, leaf in named_leaves("", value) if hasattr(leaf, "dtype")]

@@ -11,6 +11,7 @@ from ddtree.trees import Acceptance, DraftTree
 
 def assert_same(actual, expected, what="result"):
     """Equal in kind, type, shape and bits (a NaN equals any NaN)."""
+    __tracebackhide__ = True
     assert_same_form(actual, expected, what)
     actual, expected = np.asarray(actual), np.asarray(expected)
     wrong = actual != expected
@@ -25,6 +26,7 @@ def assert_close(actual, expected, *, row, scale=1.0, what="result"):
 
     ``expected`` may be of a wider type than ``actual``.
     """
+    __tracebackhide__ = True
     assert_same_form(actual, np.asarray(expected, actual.dtype), what)
     exact = actual == expected
     error = np.abs(np.subtract(actual, expected, dtype=np.float64, where=~exact, out=np.zeros(actual.shape)))
@@ -33,6 +35,7 @@ def assert_close(actual, expected, *, row, scale=1.0, what="result"):
 
 def assert_same_form(actual, expected, what="result"):
     """Equal in kind, type and shape."""
+    __tracebackhide__ = True
     for aspect, of in (("kind", array_kind), ("type", lambda a: str(a.dtype)), ("shape", lambda a: tuple(a.shape))):
         if of(actual) != of(expected):
             raise AssertionError(f"{what} is of {aspect} {of(actual)}, should be {of(expected)}")
@@ -40,15 +43,18 @@ def assert_same_form(actual, expected, what="result"):
 
 def assert_same_tree(actual, expected, what="tree"):
     """Two :class:`DraftTree` equal in every field, bit for bit."""
+    __tracebackhide__ = True
     _assert_same_record(actual, expected, DraftTree, what)
 
 
 def assert_same_acceptance(actual, expected, what="acceptance"):
     """Two :class:`Acceptance` equal in every field."""
+    __tracebackhide__ = True
     _assert_same_record(actual, expected, Acceptance, what)
 
 
 def _assert_same_record(actual, expected, cls, what):
+    __tracebackhide__ = True
     assert isinstance(actual, cls), f"{what} is a {type(actual).__name__}, should be a {cls.__name__}"
     for name in (f.name for f in fields(cls)):
         got, wanted = getattr(actual, name), getattr(expected, name)
@@ -59,6 +65,7 @@ def _assert_same_record(actual, expected, cls, what):
 
 
 def _raise_if(wrong, actual, expected, what):
+    __tracebackhide__ = True
     if not wrong.any():
         return
     places = np.argwhere(wrong)

@@ -1,22 +1,30 @@
-"""What every test of the suite shares: Hypothesis profiles, the backends under test, and the report header.
+"""What every test of the suite shares: Hypothesis profiles, the backends under test, and the case that a failure keeps.
 
 A test names the operations that it tests as arguments (``def test_…(build_tree, …)``) and runs once for each backend
-that has them. A backend that lacks an operation gives no test of it, and the header says so; one that has it and cannot
-run here gives a skipped test with the reason.
+that has them; ``engine_backend`` and ``model_backend`` are backends with all that an engine or a model needs. Without
+options, all tests run, on all backends of ours; with ``--ddtree-backend`` or ``--ddtree-ops``, those alone that are
+about a backend. One that cannot run here gives skipped tests with the reason.
 """
 
+import functools
 import os
 from importlib.metadata import version
+from pathlib import Path
 
+import hypothesis
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
+from hypothesis.errors import HypothesisException
 
-from ddtree.property_tests._backends import chosen_backends, operations, ops_of
+from ddtree._pytest import CALLS, ON, chosen_ops
+from ddtree.property_tests import _backends, harness
+from ddtree.property_tests._backends import Operation, chosen_backends, kind_of, operations, ops_of, why_not
 from ddtree.protocols import OPS
 
 COMMON = settings(
     deadline=None,  # first call compiles
     report_multiple_bugs=False,
+    phases=set(Phase) - {Phase.explain},  # it would name the lines that write the case
 )
 settings.register_profile("dev", COMMON, max_examples=50)
 settings.register_profile("ci", COMMON, max_examples=50, derandomize=True, print_blob=True)
@@ -24,28 +32,106 @@ settings.register_profile("long", COMMON, max_examples=5_000, print_blob=True)
 PROFILE = os.environ.get("DDTREE_PROFILE", "ci" if os.environ.get("CI") == "true" else "dev")
 settings.load_profile(PROFILE)
 
+HERE = Path(__file__).parent
+ENGINE_OPS = {"build_tree", "tree_positions", "choose_tokens", "accept_tree", "compact_cache"}
+CARRIERS = {
+    # what runs on a backend as a whole, and which backends can carry it
+    "engine": lambda backend: set(ops_of(backend)) >= ENGINE_OPS and kind_of(backend) in ("numpy", "torch"),
+    "model": lambda backend: "verify_attention" in ops_of(backend) and kind_of(backend) in ("numpy", "cupy"),
+}
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "beside_reference: compares with the reference, so is not run on it")
+    examples = config.getoption("--ddtree-examples")
+    if examples is not None:
+        settings.register_profile("examples", settings.get_profile(PROFILE), max_examples=examples)
+        settings.load_profile("examples")
 
 
 def pytest_report_header(config):
-    lines = [f"ddtree: profile {PROFILE}, " + ", ".join(f"{p} {version(p)}" for p in ("numpy", "numba", "hypothesis"))]
-    for backend in chosen_backends(config):
-        lacks = [op for op in OPS if op not in ops_of(backend)]
-        if lacks:
-            what = ", ".join(lacks) if len(lacks) < len(OPS) else "operation"
-            lines.append(f"ddtree: {backend} has no {what}: not tested")
-    return lines
+    return f"ddtree: profile {PROFILE}, " + ", ".join(f"{p} {version(p)}" for p in ("numpy", "numba", "hypothesis"))
 
 
 def pytest_generate_tests(metafunc):
-    for name in OPS:
+    chosen, ops = chosen_backends(metafunc.config), chosen_ops(metafunc.config)
+    found = {name: operations(name, chosen) for name in OPS if ops is None or name in ops}
+    if ops is None:
+        # where nothing is said, one backend carries these: the reference for the engine, any for the model
+        engine = chosen if metafunc.config.getoption("--ddtree-backend") else ("reference",)
+        for what, backends in (("engine", engine), ("model", chosen)):
+            found[f"{what}_backend"] = ((Operation(what, b), why_not(b)) for b in backends if CARRIERS[what](b))
+    for name in (*OPS, *(f"{what}_backend" for what in CARRIERS)):
         if name in metafunc.fixturenames:
-            found = operations(name, chosen_backends(metafunc.config))
+            those = list(found.get(name, ()))
             if metafunc.definition.get_closest_marker("beside_reference"):
-                found = ((op, why) for op, why in found if op.backend != "reference")
+                those = [(op, why) for op, why in those if op.backend != "reference"]
             skip = pytest.mark.skip
             metafunc.parametrize(
-                name, [pytest.param(op, id=op.backend, marks=[skip(reason=why)] if why else []) for op, why in found]
+                name, [pytest.param(op, id=op.backend, marks=[skip(reason=why)] if why else []) for op, why in those]
             )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Say of each test what it is about; leave out what was not asked for."""
+    only_backends = config.getoption("--ddtree-backend") or chosen_ops(config)
+    seed, left_out = config.getoption("--ddtree-seed"), []
+    for item in items:
+        if HERE not in item.path.parents:
+            continue  # someone's own test in the same run
+        about = under_test(item)
+        whole = all(isinstance(op, Operation) for op in about)  # pytest puts a mark in the place of an empty list
+        if only_backends and not (about and whole):
+            left_out.append(item)
+        elif whole:
+            item.user_properties.append((ON, [[op.name, op.backend] for op in about]))
+        if seed is not None and hypothesis.is_hypothesis_test(item.obj):
+            hypothesis.seed(seed)(item.obj)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def under_test(item):
+    """The operations, engines and models that a test is about."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    return [value for name, value in params.items() if name in OPS or name.removesuffix("_backend") in CARRIERS]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Count the calls of a test, and let it keep the case if it fails: of a property, every failing example."""
+    if not under_test(pyfuncitem):
+        return (yield)
+    folder, seed = (pyfuncitem.config.getoption(f"--ddtree-{what}") for what in ("failures", "seed"))
+    about = {"test": f"{pyfuncitem.path.name}::{pyfuncitem.name}"} | ({} if seed is None else {"seed": str(seed)})
+    path = harness.case_path(Path(folder), pyfuncitem.name.removeprefix("test_"))
+    is_property = hypothesis.is_hypothesis_test(pyfuncitem.obj)
+    holder, name = (pyfuncitem.obj.hypothesis, "inner_test") if is_property else (pyfuncitem, "obj")
+    test = getattr(holder, name)
+    setattr(holder, name, keeping_its_case(test, functools.partial(harness.keep, path, about)))
+    before = _backends.CALLS.copy()
+    try:
+        return (yield)
+    finally:
+        setattr(holder, name, test)
+        pyfuncitem.user_properties.append((CALLS, dict(_backends.CALLS - before)))
+
+
+def keeping_its_case(test, keep):
+    """The same test; what it raises says where the case is."""
+
+    @functools.wraps(test)
+    def kept(*args, **kwargs):
+        __tracebackhide__ = True
+        _backends.RECENT.clear()
+        try:
+            return test(*args, **kwargs)
+        except HypothesisException:  # an example that is set aside
+            raise
+        except Exception as error:
+            for line in keep():
+                error.add_note(line)
+            raise
+
+    return kept

@@ -5,6 +5,7 @@ Layers, each usable alone: :func:`parent_arrays` → :func:`draft_trees` → :fu
 all; only 32 nodes and more, where a word of bits ends, are drawn on purpose.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -14,8 +15,9 @@ from hypothesis.errors import InvalidArgument
 from hypothesis.extra.numpy import arrays
 
 from ddtree import reference
+from ddtree.property_tests.nearness import Attention
 from ddtree.protocols import KVCache
-from ddtree.trees import DraftTree, tree_from_parents
+from ddtree.trees import Acceptance, DraftTree, tree_from_parents
 
 MAX_BATCH = 3
 MAX_NODES = 40
@@ -26,6 +28,7 @@ MAX_TOKEN = 3
 VOCABULARY = 13
 """Prime: every multiple of an id below it is another id."""
 PAGE_SIZES = (1, 3, 16, 64)
+CACHE_TYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
 
 DRAFT_KINDS = {
     # each maps falls, whole numbers that add up along K, to log-probs; equal falls are ties
@@ -53,6 +56,13 @@ class Draft(NamedTuple):
     log_probs: np.ndarray
     token_ids: np.ndarray
     root_token_ids: np.ndarray
+
+
+class Compaction(NamedTuple):
+    """What :func:`ddtree.compact_cache` takes: a cache, and what was accepted of the trees whose rows it holds."""
+
+    cache: KVCache
+    acceptance: Acceptance
 
 
 class AcceptanceInputs(NamedTuple):
@@ -254,6 +264,30 @@ def paged_caches(
 
 
 @st.composite
+def attention_inputs(draw, dtype: Any = np.float32):
+    """An :class:`Attention` of any small tree and cache; the queries of unused slots are NaN.
+
+    Shrinks towards few requests and nodes, and empty prefixes.
+    """
+    tree = draw(draft_trees(max_nodes=10))
+    cache = draw(paged_caches(tree, layers=1, width=6, dtype=dtype))
+    q = poisoned_queries(np.random.default_rng(draw(st.integers(0, 9))), tree, draw(st.integers(1, 3)), 6, dtype)
+    scale, rank = draw(st.sampled_from([1.0, 0.25])), draw(st.sampled_from([4, 6]))
+    return Attention(q, cache.data[0], cache.page_table, cache.prefix_lens, tree, scale, rank)
+
+
+@st.composite
+def compaction_inputs(draw, *, max_prefix: int = 20):
+    """A :class:`Compaction` of two layers, of any type of ``CACHE_TYPES``.
+
+    Shrinks as the tree, the choices and the cache do.
+    """
+    tree, choices, remaining, stops = draw(acceptance_inputs(draft_trees(max_nodes=12)))
+    cache = draw(paged_caches(tree, dtype=draw(st.sampled_from(CACHE_TYPES)), max_prefix=max_prefix))
+    return Compaction(cache, reference.accept_tree(tree, choices, remaining=remaining, stop_token_ids=stops))
+
+
+@st.composite
 def logit_batches(
     draw,
     *,
@@ -278,6 +312,72 @@ def logit_batches(
     for i, special in enumerate(specials):
         values[steps == 13 + i] = special
     return values.astype(dtype)
+
+
+def calls(op: str):
+    """Arguments of an operation, by name: what ``ddtree check`` compares backends on.
+
+    Shrinks as what it is made of does.
+    """
+    return _CALLS[op]()
+
+
+@st.composite
+def _topk_calls(draw):
+    logits = draw(logit_batches(specials=(-np.inf, np.nan, np.inf)))
+    vocab_size = draw(st.none() | st.integers(1, logits.shape[-1]))
+    return {"logits": logits, "k": draw(st.integers(1, vocab_size or logits.shape[-1])), "vocab_size": vocab_size}
+
+
+@st.composite
+def _choice_calls(draw):
+    logits = draw(logit_batches(specials=(-np.inf, np.nan, np.inf)))
+    B, N, _ = logits.shape
+    return {
+        "logits": logits,
+        "temperature": draw(st.sampled_from([0.0, 1.0, 0.5, 2.0])),
+        "top_p": draw(st.sampled_from([1.0, 0.5, 0.75, 2.0**-20])),
+        "seed": draw(st.integers(0, 2**64 - 1)),
+        "request_ids": draw(st.none() | arrays(np.int64, B, elements=st.integers(0, 2**63 - 1))),
+        "positions": draw(arrays(np.int32, (B, N), elements=st.integers(0, 2**31 - 1))),
+    }
+
+
+def _position_calls():
+    lengths = st.lists(st.integers(0, 1000), min_size=MAX_BATCH, max_size=MAX_BATCH)
+    return st.builds(
+        lambda tree, found: {"depths": tree.depths, "prefix_lens": np.array(found, np.int32)[: tree.batch_size]},
+        draft_trees() | built_trees(),
+        lengths,
+    )
+
+
+_CALLS: dict[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
+    "topk_log_probs": _topk_calls,
+    "build_tree": lambda: st.builds(lambda draft, n: draft._asdict() | {"budget": n}, drafts(), budgets()),
+    "visibility_words": lambda: (draft_trees() | built_trees()).map(
+        lambda tree: {"parents": tree.parents, "node_counts": tree.node_counts}
+    ),
+    "tree_positions": _position_calls,
+    "verify_attention": lambda: (attention_inputs() | attention_inputs(np.float64)).map(lambda a: a._asdict()),
+    "choose_tokens": _choice_calls,
+    "accept_tree": lambda: acceptance_inputs().map(lambda inputs: inputs._asdict()),
+    "compact_cache": lambda: compaction_inputs().map(
+        lambda c: {
+            "kv_cache": c.cache.data,
+            "page_table": c.cache.page_table,
+            "prefix_lens": c.cache.prefix_lens,
+            "acceptance": c.acceptance,
+        }
+    ),
+}
+
+
+def poisoned_queries(rng, tree, heads, width, dtype, size=1.0):
+    """Normal random queries (B, N, heads, width) of ``size``, NaN in unused slots."""
+    q = (size * rng.standard_normal((tree.batch_size, tree.num_slots, heads, width))).astype(dtype)
+    q[np.arange(tree.num_slots) >= tree.node_counts[:, None]] = np.nan
+    return q
 
 
 def _lists(elements, *, min_size, max_size):

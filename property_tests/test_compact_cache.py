@@ -1,38 +1,13 @@
 """Laws of ``compact_cache``: accepted rows move up behind the prefix, and every other byte stays."""
 
-from typing import NamedTuple
-
-import hypothesis.strategies as st
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 
-from ddtree import reference
 from ddtree.property_tests import brute_force
-from ddtree.property_tests.strategies import acceptance_inputs, draft_trees, paged_caches
+from ddtree.property_tests.strategies import CACHE_TYPES, compaction_inputs
 from ddtree.protocols import KVCache
 from ddtree.trees import Acceptance
-
-DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
-
-
-class Case(NamedTuple):
-    cache: KVCache
-    acceptance: Acceptance
-
-
-@st.composite
-def cases(draw, *, max_prefix=20):
-    """A paged cache, and what was accepted of the trees whose rows it holds; two layers.
-
-    Shrinks as the tree, the choices and the cache do.
-    """
-    inputs = draw(acceptance_inputs(draft_trees(max_nodes=12)))
-    tree, choices, remaining, stops = inputs
-    dtype = draw(st.sampled_from(DTYPES))
-    cache = draw(paged_caches(tree, dtype=dtype, max_prefix=max_prefix))
-    return Case(cache, reference.accept_tree(tree, choices, remaining=remaining, stop_token_ids=stops))
 
 
 def expected_bytes(cache, acceptance):
@@ -58,7 +33,7 @@ def numbered_cache(pages, page_size, *, layers=2, width=2):
     return np.arange(layers * pages * page_size * width, dtype=np.float32).reshape(layers, pages, page_size, width)
 
 
-@given(case=cases())
+@given(case=compaction_inputs())
 def test_accepted_rows_move_as_if_all_were_read_before_any_is_written(compact_cache, case):
     cache, acceptance = case
     after = compact_cache(cache.data, cache.page_table, cache.prefix_lens, acceptance)
@@ -78,7 +53,7 @@ def test_overlapping_moves_across_pages_of_any_size(compact_cache, path, page_si
     assert after.tobytes() == expected_bytes(cache, acceptance)
 
 
-@given(case=cases())
+@given(case=compaction_inputs())
 def test_bytes_outside_the_accepted_rows_stay(compact_cache, case):
     cache, acceptance = case
     after = compact_cache(cache.data, cache.page_table, cache.prefix_lens, acceptance)
@@ -91,7 +66,7 @@ def test_bytes_outside_the_accepted_rows_stay(compact_cache, case):
     assert not changed.any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CACHE_TYPES)
 def test_a_nan_keeps_its_payload_when_it_moves(compact_cache, dtype):
     data = numbered_cache(1, 4, width=8).astype(dtype)
     bits = data.view(f"u{data.itemsize}")
@@ -114,7 +89,7 @@ def test_nothing_accepted_moves_nothing(compact_cache, B):
     assert after.tobytes() == data.tobytes()
 
 
-@given(case=cases(max_prefix=40))
+@given(case=compaction_inputs(max_prefix=40))
 def test_pages_before_the_window_are_not_looked_up(compact_cache, case):
     cache, acceptance = case
     table, S = cache.page_table.copy(), cache.data.shape[2]

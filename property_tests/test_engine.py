@@ -84,12 +84,13 @@ def assert_accounts(generation):
     mode=st.sampled_from(["tree", "chain"]),
 )
 def test_drafting_gives_the_autoregressive_tokens(
-    kind, prompts, seed, depth, budget, topk, page_size, max_new_tokens, stops, sampling, mode
+    engine_backend, kind, prompts, seed, depth, budget, topk, page_size, max_new_tokens, stops, sampling, mode
 ):
     target, options = AttentionTarget(seed % 5), {"seed": seed, **sampling}
     expected = autoregressive(target, prompts, max_new_tokens, stops, **options)
     drafter = DRAFTERS[kind](expected.tokens, seed)
-    engine = engine_on(target, drafter, depth=depth, budget=budget, topk=topk, page_size=page_size)
+    options_of_engine = {"depth": depth, "budget": budget, "topk": topk, "page_size": page_size}
+    engine = engine_on(target, drafter, backend=engine_backend.backend, **options_of_engine)
     actual = engine.generate(prompts, max_new_tokens, stops, mode=mode, **options)
     assert_same_tokens(actual, expected)
     for generation in (expected, actual):
@@ -100,8 +101,8 @@ def test_drafting_gives_the_autoregressive_tokens(
 
 
 @given(prompts=PROMPTS, seed=st.integers(0, 2**32), sampling=SAMPLINGS)
-def test_request_gets_the_same_tokens_alone_as_in_a_batch(prompts, seed, sampling):
-    engine = engine_on(AttentionTarget(), RandomDrafter(seed), depth=3, budget=6)
+def test_request_gets_the_same_tokens_alone_as_in_a_batch(engine_backend, prompts, seed, sampling):
+    engine = engine_on(AttentionTarget(), RandomDrafter(seed), depth=3, budget=6, backend=engine_backend.backend)
     keys = [7 + 1000 * r for r in range(len(prompts))]
     together = engine.generate(prompts, 8, [0], seed=seed, request_ids=keys, **sampling)
     for request, prompt in enumerate(prompts):

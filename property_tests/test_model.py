@@ -76,9 +76,9 @@ def close(actual, expected, dtype, what):
 
 
 @GOLDEN
-def test_prefill_equals_transformers(verify_attention, name, dtype):
+def test_prefill_equals_transformers(model_backend, name, dtype):
     """Layer by layer, so that the first to differ is the one that the failure names."""
-    model, expected = model_of(name, dtype, verify_attention.backend), golden(name)
+    model, expected = model_of(name, dtype, model_backend.backend), golden(name)
     ids = np.concatenate([expected["prompt"], expected["tokens"]])[None]
     count = model.config.num_hidden_layers
     cache = empty_cache(model, [ids.size], page_size=16)
@@ -92,9 +92,9 @@ def test_prefill_equals_transformers(verify_attention, name, dtype):
 
 
 @GOLDEN
-def test_greedy_tokens_equal_transformers(verify_attention, name, dtype):
+def test_greedy_tokens_equal_transformers(model_backend, name, dtype):
     """A prefill, then one token at a time: all 32 tokens, and the logits that each was chosen by."""
-    model, expected = model_of(name, dtype, verify_attention.backend), golden(name)
+    model, expected = model_of(name, dtype, model_backend.backend), golden(name)
     prompt = expected["prompt"][None]
     cache = empty_cache(model, [prompt.size + len(expected["tokens"])], page_size=5)
     steps = [forward(model, chain_tree(prompt), cache, last_only=True).logits[0, 0]]

@@ -1,7 +1,5 @@
 """Laws of ``topk_log_probs``: an exact order, and values near the exact log-softmax."""
 
-import math
-
 import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
@@ -10,42 +8,15 @@ from hypothesis import given
 from hypothesis.extra.numpy import arrays
 
 from ddtree import reference
-from ddtree.property_tests.compare import assert_close, assert_same, assert_same_form
+from ddtree.property_tests.compare import assert_close, assert_same
+from ddtree.property_tests.nearness import ROW, assert_right_top_k
 from ddtree.property_tests.strategies import LOGIT_KINDS, logit_batches
-
-ROW = ("topk_log_probs", "float32")
-
-
-def exact(row):
-    """``(order, log-probs by id, log Z)`` of a list of float; log Z is None where there is no distribution."""
-    row = [-math.inf if math.isnan(x) else x for x in row]
-    order = sorted(range(len(row)), key=lambda v: (-row[v], v))
-    top = max(row)
-    if math.isinf(top):
-        return order, [-math.inf] * len(row), None
-    log_z = top + math.log(math.fsum(math.exp(x - top) for x in row))
-    return order, [x - log_z for x in row], log_z
-
-
-def assert_right(got, logits, k):
-    """Compare ``(log_probs, token_ids)`` with the exact ones, row by row."""
-    log_probs, token_ids = got
-    assert_same_form(log_probs, np.empty((*logits.shape[:2], k), np.float32), "log_probs")
-    assert_same_form(token_ids, np.empty((*logits.shape[:2], k), np.int32), "token_ids")
-    for b, d in np.ndindex(logits.shape[:2]):
-        row = logits[b, d].astype(np.float64).tolist()
-        order, values, log_z = exact(row)
-        assert token_ids[b, d].tolist() == order[:k], f"token_ids[{b}, {d}]"
-        finite = [0.0 if math.isinf(x) or math.isnan(x) else abs(x) for x in row]
-        scale = [max(1.0, abs(log_z or 0.0), finite[v]) for v in order[:k]]
-        wanted = np.array([values[v] for v in order[:k]])
-        assert_close(log_probs[b, d], wanted, row=ROW, scale=scale, what=f"log_probs[{b}, {d}]")
 
 
 @given(logits=logit_batches(specials=(-np.inf, np.nan, np.inf)), data=st.data())
 def test_order_is_exact_and_values_are_near(topk_log_probs, logits, data):
     k = data.draw(st.integers(1, logits.shape[-1]), label="k")
-    assert_right(topk_log_probs(logits, k), logits, k)
+    assert_right_top_k(topk_log_probs(logits, k), logits, k)
 
 
 @given(logits=logit_batches())
@@ -114,7 +85,7 @@ def test_vocabularies_of_any_size_and_type(topk_log_probs, dtype, V):
     logits = (rng.standard_normal((2, 2, V)) * [[[1], [8]]]).astype(dtype)  # 16 bits repeat themselves at once
     logits[1, 0, V // 2] = np.nan
     for k in {1, min(V, 40), V}:
-        assert_right(topk_log_probs(logits, k), logits, k)
+        assert_right_top_k(topk_log_probs(logits, k), logits, k)
 
 
 @pytest.mark.parametrize("gap", [0.0, 1e-3, 30.0, 1e4, 1e8, 3e38])
@@ -122,13 +93,13 @@ def test_sharp_and_flat_rows_stay_within_tolerance_and_below_zero(topk_log_probs
     logits = np.zeros((1, 1, 64), np.float32)
     logits[0, 0, 17] = gap
     log_probs, token_ids = topk_log_probs(logits, 64)
-    assert_right((log_probs, token_ids), logits, 64)
+    assert_right_top_k((log_probs, token_ids), logits, 64)
     assert (log_probs <= 0).all()
 
 
 @pytest.mark.parametrize("B, L", [(0, 2), (2, 0), (0, 0)])
 def test_no_rows_give_no_rows(topk_log_probs, B, L):
-    assert_right(topk_log_probs(np.zeros((B, L, 4), np.float32), 2), np.zeros((B, L, 4), np.float32), 2)
+    assert_right_top_k(topk_log_probs(np.zeros((B, L, 4), np.float32), 2), np.zeros((B, L, 4), np.float32), 2)
 
 
 @pytest.mark.beside_reference

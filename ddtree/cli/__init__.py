@@ -9,9 +9,11 @@ from typing import Any
 import click
 
 from ddtree import BackendUnavailable, __version__
+from ddtree.cli.check import check
 from ddtree.cli.demo import demo
 from ddtree.cli.info import info
 from ddtree.cli.kdtr import kdtr
+from ddtree.cli.replay import replay
 from ddtree.kdtr import KdtrError
 
 __all__ = ["main"]
@@ -41,5 +43,5 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # τ on a terminal that has none is no reason to stop
 
 
-for command in (demo, info, kdtr):
+for command in (check, demo, info, kdtr, replay):
     main.add_command(command)

@@ -25,6 +25,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A module of a user's own, with one operation and an object with another."""
     (tmp_path / "my_kernels.py").write_text(
         "import ddtree.reference as r\n"
+        "from ddtree import visibility_words\n"  # to be called, not to be offered
         "CALLS = []\n"
         "def build_tree(log_probs, token_ids, root_token_ids, *, budget):\n"
         "    CALLS.append(budget)\n"

@@ -1,0 +1,185 @@
+"""The suite as a kernel author meets it: pytest on a backend of one's own, in a folder of one's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddtree.property_tests.cases import Case
+
+MINE = '''
+from dataclasses import replace
+import numpy as np
+from ddtree import reference
+
+def tree_positions(depths, prefix_lens):
+    return reference.tree_positions(depths, prefix_lens)
+
+def visibility_words(parents, node_counts):
+    words = reference.visibility_words(parents, node_counts)
+    words[..., 1:] = 0  # the second word of bits is never written
+    return words
+
+class Whole:
+    """Every operation, right."""
+for name in reference.__all__:
+    if callable(getattr(reference, name, None)):
+        setattr(Whole, name, staticmethod(getattr(reference, name)))
+
+class OnGpu:
+    array_kind = "cupy"
+    tree_positions = staticmethod(tree_positions)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
+    (tmp_path / "wild.py").write_text("1 / 0\n")
+    return tmp_path
+
+
+def suite(folder: Path, *options: str, tests: str = "ddtree.property_tests", width: int = 80) -> tuple[int, str]:
+    """Run it as the command does: the current folder is not on the path by itself."""
+    command = [
+        str(Path(sys.executable).with_name("pytest")),
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--pyargs",
+        tests,
+        *options,
+    ]
+    environment = os.environ | {"COLUMNS": str(width), "DDTREE_PROFILE": "ci", "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def summary(output: str) -> str:
+    return output.partition(" ddtree: laws, by backend and operation ")[2]
+
+
+def test_a_backend_with_some_operations_gets_their_laws_and_is_told_what_was_not_run(folder: Path) -> None:
+    status, output = suite(
+        folder, "--ddtree-backend", "mine", "--ddtree-examples", "7", "--ddtree-ops", "tree_positions"
+    )
+    assert status == 0, output
+    told = summary(output)
+    assert re.search(r"^mine  tree_positions: of 3 laws 3 hold; 11 calls$", told, re.M), told
+    # a property has the examples that were asked for, and a table its rows
+    assert re.search(r"^ +7  position is the prefix and the steps from the root$", told, re.M)
+    assert re.search(r"^ +3  roots stand at the prefix$", told, re.M)
+    assert "not run: topk_log_probs, build_tree, verify_attention, choose_tokens," in told
+    assert "which mine does not have" in told
+    assert "--ddtree-ops does not name" in told
+    assert "not run: laws of the engine on mine" in told
+    assert max(map(len, told.splitlines()[1:])) <= 80
+
+
+def test_a_failure_is_kept_and_its_message_says_where_and_how_to_see_it_again(folder: Path) -> None:
+    options = ("--ddtree-backend", "mine", "--ddtree-ops", "visibility_words", "--ddtree-failures", "kept")
+    tests = "ddtree.property_tests.test_visibility"
+    status, output = suite(folder, *options, tests=tests)
+    assert status == 1
+    path = "kept/node_sees_itself_and_its_ancestors-mine.kdtr"
+    lines = [line.removeprefix("E").strip() for line in output.splitlines()]
+    at = lines.index(f"case:  {path}")
+    assert lines[at - 1].startswith("visibility_words[mine] differs from the reference: result[0, 32, 1]: 0, should be")
+    assert lines[at + 1] == f"again: ddtree replay {path}"
+    case = Case.read(folder / path)
+    assert case.arguments["node_counts"].tolist() == [33]
+    assert case.about["test"] == "test_visibility.py::test_node_sees_itself_and_its_ancestors[mine]"
+    assert re.search(r"^ +\d+  node sees itself and its ancestors  FAILED$", summary(output), re.M)
+    assert re.search(r"^mine  visibility_words: of \d laws \d hold, \d fail; [\d,]+ calls$", summary(output), re.M)
+    # the same case stands at the same place after another run
+    before = (folder / path).read_bytes()
+    suite(folder, *options, tests=tests)
+    assert (folder / path).read_bytes() == before
+
+
+def test_examples_are_drawn_again_from_the_same_seed(folder: Path) -> None:
+    (folder / "log.py").write_text(
+        "from ddtree import reference\n"
+        "def tree_positions(depths, prefix_lens):\n"
+        "    print('drawn', depths.tolist(), prefix_lens.tolist())\n"
+        "    return reference.tree_positions(depths, prefix_lens)\n"
+    )
+    options = ("-s", "--ddtree-backend", "log", "--ddtree-examples", "9")
+    drawn = []
+    for seed in ("1", "1", "2"):
+        _, output = suite(folder, *options, "--ddtree-seed", seed, tests="ddtree.property_tests.test_tree_positions")
+        drawn.append(re.findall(r"drawn .*", output))
+    assert len(drawn[0]) > 9
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_backend_with_every_operation_also_carries_the_engine_and_the_model(folder: Path) -> None:
+    status, output = suite(
+        folder, "--ddtree-backend", "mine:Whole", "--collect-only", "--ddtree-backend", "mine", width=120
+    )
+    assert status == 0, output
+    collected = set(re.findall(r"(\w+\.py)::(\w+)\[", output))
+    for module, test in (
+        ("test_engine.py", "test_drafting_gives_the_autoregressive_tokens"),
+        ("test_model.py", "test_prefill_equals_transformers"),
+        ("test_field_cases.py", "test_unused_slots_are_not_accepted_when_the_target_says_0"),
+    ):
+        assert (module, test) in collected
+    assert not any(module in ("test_strategies.py", "test_drafters.py", "test_layers.py") for module, _ in collected)
+    assert "[mine:Whole" in output
+    assert "[mine]" in output
+    assert not re.search(r"\[(reference|numba_cpu)", output)
+
+
+def test_a_backend_that_cannot_run_here_is_skipped_with_the_reason(folder: Path) -> None:
+    status, output = suite(folder, "--ddtree-backend", "mine:OnGpu", tests="ddtree.property_tests.test_tree_positions")
+    if "4 passed" in output:
+        pytest.skip("no GPU is missing here")
+    assert status == 0, output
+    assert re.search(r"^mine:OnGpu  tree_positions: of 2 laws 0 hold, 2 skipped$", summary(output), re.M), output
+    assert re.search(r"position is the prefix .*  skipped: no GPU$", summary(output), re.M)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ddtree-backend", "nothing"], "--ddtree-backend: backend must be one of reference, numba_cpu, numba_cuda"),
+        (["--ddtree-backend", "mine:Nothing"], "--ddtree-backend: backend 'mine:Nothing': module 'mine' has no object"),
+        (["--ddtree-backend", "os"], "--ddtree-backend: backend 'os' has no operation: define any of topk_log_probs"),
+        (["--ddtree-backend", "broken"], "--ddtree-backend: backend 'broken' cannot be imported: No module named"),
+        (["--ddtree-backend", "wild"], "--ddtree-backend: importing wild raised ZeroDivisionError: division by zero"),
+        (["--ddtree-ops", "grow_tree"], "--ddtree-ops must be of topk_log_probs, build_tree, "),
+        (["--ddtree-backend", "mine", "--ddtree-ops", "build_tree"], "--ddtree-ops: mine has none of build_tree, only"),
+        (["--ddtree-examples", "0"], "--ddtree-examples must be at least 1, got 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_option_is_one_line(options: list[str], message: str, folder: Path) -> None:
+    status, output = suite(folder, *options)
+    assert status == 4
+    lines = output.strip().splitlines()
+    assert len(lines) == 1, output
+    assert lines[0].startswith(f"ERROR: {message}")
+
+
+def test_other_peoples_runs_are_left_alone(folder: Path) -> None:
+    """The plugin is loaded wherever ddtree is installed."""
+    (folder / "test_theirs.py").write_text("def test_theirs():\n    pass\n")
+    command = [str(Path(sys.executable).with_name("pytest")), "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert "1 passed" in done.stdout
+    assert "ddtree" not in done.stdout
+
+
+def test_summary_is_the_same_under_xdist(folder: Path) -> None:
+    options = ("--ddtree-backend", "mine", "--ddtree-ops", "tree_positions", "--ddtree-examples", "7")
+    tests = "ddtree.property_tests.test_tree_positions"
+    one, two = (summary(suite(folder, *options, *more, tests=tests)[1]) for more in ((), ("-n", "2")))
+    assert "10 calls" in one
+    assert re.split(r"\d+ passed", one)[0] == re.split(r"\d+ passed", two)[0]
