@@ -33,9 +33,11 @@ index and metadata are checked when a file is opened, an array's data and paddin
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap as _mmap
 import os
+import stat
 import struct
 import sys
 import zlib
@@ -56,6 +58,7 @@ __all__ = [
     "KdtrError",
     "KdtrFile",
     "atomic_write",
+    "check_regular",
     "dtype_named",
     "include_dir",
     "read_kdtr",
@@ -73,6 +76,7 @@ _MAX_RANK = 64  # NumPy's own limit
 _HEADER = struct.Struct("<8sIIQQQII12sI")
 _ENTRY = struct.Struct("<QQIHBB")
 _PAIR = struct.Struct("<II")
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 _CHUNK = 1 << 20  # bytes; small enough to be in cache still when the CRC follows the copy
 
 
@@ -132,6 +136,8 @@ class KdtrFile(Mapping[str, "NDArray[Any]"]):
     ------
     KdtrError
         If the header, the index or the metadata are damaged; at access, if the array's data are.
+    OSError
+        If the file cannot be opened, or is not a regular file.
 
     Examples
     --------
@@ -144,6 +150,7 @@ class KdtrFile(Mapping[str, "NDArray[Any]"]):
         self._verify = verify
         self._verified: set[str] = set()
         self._pages: _mmap.mmap | None = None
+        check_regular(self.path)
         # unbuffered: reads go straight into the array
         self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - close() closes it
         try:
@@ -465,6 +472,8 @@ def write_kdtr(
     ------
     TypeError, ValueError
         If a name, an array or a text cannot be stored; it is named, and no file is written.
+    OSError
+        As :func:`atomic_write`.
     """
     named = _checked_arrays(arrays)
     texts = _checked_metadata({} if metadata is None else metadata)
@@ -495,28 +504,68 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     Parameters
     ----------
     path : str or os.PathLike
-        The file to make or to replace. A symbolic link is followed.
+        The file to make or to replace; one that exists passes its mode on. A symbolic link is followed.
 
     Yields
     ------
     BinaryIO
-        A temporary file in the same folder, flushed to the disk before it is renamed.
+        A temporary file in the same folder, flushed to the disk before it is renamed. A process that a signal
+        ends leaves it there: its name is a dot, hexadecimal digits and ``.tmp``.
+
+    Raises
+    ------
+    OSError
+        If `path` is there and is not a regular file, or if it cannot be written; `path` is named.
     """
     target = os.path.realpath(path)
     temporary = os.path.join(os.path.dirname(target), f".{os.urandom(8).hex()}.tmp")
     try:
-        file = open(temporary, "xb")  # noqa: SIM115 - closed below; unlike mkstemp's it heeds the umask
+        mode = check_regular(target) if os.path.lexists(target) else None
+        # unlike mkstemp's it heeds the umask, and is never open to more users than the file that it replaces
+        file = os.fdopen(os.open(temporary, _NEW, 0o666 if mode is None else mode), "wb")
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
     try:
         with file:
+            if mode is not None:
+                os.chmod(temporary, mode)  # what the umask took
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         os.unlink(temporary)
+        # a failed write names no file, a failed rename the temporary one
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, temporary):
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
+
+
+def check_regular(path: str | os.PathLike[str]) -> int:
+    """Refuse what is not a regular file before it is opened: a pipe would block, a device would be replaced.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        The file. A symbolic link is followed.
+
+    Returns
+    -------
+    int
+        The file's permissions.
+
+    Raises
+    ------
+    OSError
+        If there is no such file, or it is a directory, a pipe, a socket or a device.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
+        kind = "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+        raise OSError(errno.EINVAL, f"Is a {kind}, must be a regular file", os.fspath(path))
+    return stat.S_IMODE(mode)
 
 
 def include_dir() -> str:

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from ddtree.analysis.demo import Findings, Settings
 
 
+_WRITTEN = (
+    "results.json", "tree.png",
+    "tau_by_budget.png", "tau_by_budget_synthetic.png",
+    "acceptance_by_depth.png", "acceptance_by_depth_synthetic.png",
+)  # fmt: skip
+
+
 class _NoFolder(click.ClickException):
     exit_code = 2
 
@@ -67,12 +74,17 @@ def demo(output: Path, quick: bool) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Make the folder and a file in it, before any work."""
+    """Make the folder and a file in it, and see that what will be replaced can be, before any work."""
+    from ddtree.kdtr import check_regular
+
+    path = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+        for path in filter(Path.exists, (folder / name for name in _WRITTEN)):
+            check_regular(path)
     except OSError as error:
-        raise _NoFolder(f"{folder} cannot be written ({error.strerror}): choose another with --output") from error
+        raise _NoFolder(f"{path} cannot be written ({error.strerror}): choose another with --output") from error
 
 
 def _run(console: Console, settings: Settings) -> dict[str, Findings]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 import click
 
@@ -80,7 +80,8 @@ def verify(files: tuple[Path, ...]) -> None:
             # read, not mapped: a file that shrinks meanwhile is then an error, not a signal
             with _errors_in_one_line(), KdtrFile(path, mmap=False) as opened:
                 n_bytes = _verify_with_progress(opened)
-                click.echo(f"{path}: ok, {len(opened)} arrays of {n_bytes:,} bytes")
+            # a reader of the output that has gone is not this file's fault
+            click.echo(f"{path}: ok, {len(opened)} arrays of {n_bytes:,} bytes")
         except click.ClickException as error:
             error.show()
             failed = True
@@ -111,16 +112,20 @@ def export(file: Path, out: Path, force: bool) -> None:
 @_force
 def import_(source: Path, out: Path, force: bool) -> None:
     """Write IN, a .npz or .safetensors file, to OUT."""
-    from ddtree.kdtr import write_kdtr
+    from ddtree.kdtr import check_regular, write_kdtr
 
     read = _by_suffix(source, {".npz": _read_npz, ".safetensors": _read_safetensors})
     _by_suffix(out, {".kdtr": None})
     _check_free(out, force)
     with _errors_in_one_line():
         try:
+            check_regular(source)
             arrays, metadata = read(source)
+            _check_bools(arrays)
         except OSError:
             raise
+        except MemoryError as error:
+            raise MemoryError(f"{source} does not fit in memory: {error}") from error
         except Exception as error:  # what zipfile, zlib, json and NumPy raise on damaged files is open-ended
             raise ValueError(f"{source} is damaged or not a {source.suffix} file: {error}") from error
         write_kdtr(out, arrays, metadata)
@@ -147,8 +152,16 @@ def _by_suffix(path: Path, choices: Mapping[str, Any]) -> Any:
 
 
 def _check_free(out: Path, force: bool) -> None:
-    if out.exists() and not force:
+    from ddtree.kdtr import check_regular
+
+    if not out.exists():
+        return
+    if not force:
         raise _WrongCall(f"{out} exists: give --force to replace it")
+    try:
+        check_regular(out)
+    except OSError as error:
+        raise _WrongCall(f"{out}: {error.strerror}") from error
 
 
 def _printable(text: str) -> str:
@@ -209,6 +222,8 @@ def _read_npz(source: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
             if name in arrays:
                 raise ValueError(f"two members are named {name!r}")
             with archive.open(info) as member:
+                _check_npy_size(member, info.file_size)
+            with archive.open(info) as member:
                 arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
     if _NOTE not in arrays:
         return arrays, {}
@@ -218,6 +233,30 @@ def _read_npz(source: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
             raise ValueError(f"{_NOTE} calls {name!r} bfloat16, but its type is {arrays[name].dtype}, not uint16")
         arrays[name] = arrays[name].view(dtype_named("bfloat16"))
     return arrays, note["metadata"]
+
+
+def _check_npy_size(member: IO[bytes], size: int) -> None:
+    """Hold what the header claims against the member's size, before anything of it is allocated."""
+    import math
+
+    import numpy as np
+
+    version = np.lib.format.read_magic(member)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"{member.name} has npy version {version}, it must be (1, 0) or (2, 0)")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(member)
+    claimed, held = math.prod(shape, start=dtype.itemsize), size - member.tell()
+    if claimed != held and not dtype.hasobject:
+        raise ValueError(f"{member.name} has {held} bytes for shape {shape} of {dtype}, it must have {claimed}")
+
+
+def _check_bools(arrays: Mapping[str, NDArray[Any]]) -> None:
+    import numpy as np
+
+    for name, array in arrays.items():
+        if array.dtype == np.bool_ and (top := array.view(np.uint8).max(initial=0)) > 1:
+            raise ValueError(f"{name!r} holds a byte {top}, a bool is 0 or 1")
 
 
 def _write_safetensors(target: BinaryIO, opened: KdtrFile) -> None:
@@ -259,14 +298,20 @@ def _read_safetensors(source: Path) -> tuple[dict[str, NDArray[Any]], dict[str, 
     data = pages[8 + n_header :]
     metadata = header.pop("__metadata__", {})
     arrays: dict[str, NDArray[Any]] = {}
-    for name, tensor in header.items():
+    place = 0
+    for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         (start, end), shape = tensor["data_offsets"], tensor["shape"]
         if tensor["dtype"] not in _SAFETENSORS:
             raise ValueError(f"{name!r} has type {tensor['dtype']}, which KDTR does not have")
         dtype = dtype_named(_SAFETENSORS[tensor["dtype"]])
         if not 0 <= start <= end <= len(data) or end - start != math.prod(shape, start=dtype.itemsize):
             raise ValueError(f"{name!r} has bytes {start} to {end} of {len(data)} for shape {shape}")
+        if start != place:
+            raise ValueError(f"{name!r} starts at byte {start} of the data, it must at {place}: no gap, no overlap")
+        place = end
         arrays[name] = data[start:end].view(dtype).reshape(shape)
+    if place != len(data):
+        raise ValueError(f"{len(data) - place} bytes belong to no tensor")
     return arrays, metadata
 
 

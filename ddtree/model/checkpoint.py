@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree.kdtr import KdtrFile, write_kdtr
+from ddtree.kdtr import KdtrFile, check_regular, write_kdtr
 from ddtree.model.config import ModelConfig
-from ddtree.model.deepseek_v3 import DeepseekV3, check_names
+from ddtree.model.deepseek_v3 import WEIGHT_DTYPES, DeepseekV3, check_names
 
 __all__ = ["golden_bundle", "load_model", "save_bundle"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_SHARD = re.compile(r"[^/\\\0\ud800-\udfff]+\.safetensors")  # no other folder, and a name that a file can have
 _SAFETENSORS_DTYPES = ("F16", "BF16", "F32", "F64")
 
 
@@ -40,8 +42,8 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "float32", backend:
     FileNotFoundError
         A file is missing.
     ValueError
-        The configuration asks for what is not implemented, or a tensor is missing, left over, mis-shaped or quantised,
-        or a file is damaged (:class:`ddtree.kdtr.KdtrError` for a bundle).
+        The configuration asks for what is not implemented, or a tensor is missing, left over, mis-shaped or quantised
+        or holds NaN or infinity, or a file is damaged (:class:`ddtree.kdtr.KdtrError` for a bundle).
     ImportError
         A folder, and the safetensors library is not installed.
 
@@ -52,7 +54,8 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "float32", backend:
     """
     path = Path(path)
     if path.is_dir():
-        config = ModelConfig.from_dict(_read_json(path / "config.json"))
+        file = path / "config.json"
+        config = _read_config(_read_json(file), str(file))
         weights: Mapping[str, Any] = _SafetensorsFolder(path)
         _check_tied(config, weights)
         return DeepseekV3(config, weights, dtype=dtype, backend=backend)
@@ -60,8 +63,9 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "float32", backend:
         if "config" not in bundle.metadata:
             have = ", ".join(bundle.metadata) or "nothing"
             raise ValueError(f"{path} is no model: its metadata has no 'config', only {have}")
-        config = ModelConfig.from_dict(_parse_json(bundle.metadata["config"], f"{path}: metadata 'config'"))
-        weights = {name: bundle[name] for name in bundle if "/" not in name}
+        where = f"{path}: metadata 'config'"
+        config = _read_config(_parse_json(bundle.metadata["config"], where), where)
+        weights = {name: _finite(name, bundle[name]) for name in bundle if "/" not in name}
         _check_tied(config, weights)
         return DeepseekV3(config, weights, dtype=dtype, backend=backend)
 
@@ -92,12 +96,14 @@ def save_bundle(
     Raises
     ------
     ValueError
-        A tensor is missing, left over or mis-shaped, or a further name is not allowed; it is named. No file is written.
+        A tensor is missing, left over or mis-shaped or holds NaN or infinity, or a further name is not allowed; it is
+        named. No file is written.
     """
     shapes = check_names(config, weights)
     for name, shape in shapes.items():
         if tuple(weights[name].shape) != shape:
             raise ValueError(f"{name} must have shape {shape} by the configuration, got {tuple(weights[name].shape)}")
+        _finite(name, np.asarray(weights[name]))
     for name in extra or ():
         if "/" not in name:
             raise ValueError(f"a name in extra must hold a slash, such as 'golden/{name}', got {name!r}")
@@ -147,11 +153,11 @@ def golden_bundle(name: str = "tiny") -> Path:
     return path
 
 
-def _parse_json(text: str, where: str) -> dict[str, Any]:
+def _parse_json(text: str | bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
+        value = json.loads(text if isinstance(text, str) else text.decode())
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, an integer too long; lists in lists too deep
+        raise ValueError(f"{where} is not JSON that can be read: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where} must hold a JSON object, got {type(value).__name__}")
     return value
@@ -159,12 +165,33 @@ def _parse_json(text: str, where: str) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        check_regular(path)
+        text = path.read_bytes()
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path.resolve()} is missing: a model's folder has config.json and model.safetensors (or its shards)"
         ) from None
     return _parse_json(text, str(path))
+
+
+def _read_config(settings: dict[str, Any], where: str) -> ModelConfig:
+    try:
+        return ModelConfig.from_dict(settings)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _finite(name: str, tensor: NDArray[Any]) -> NDArray[Any]:
+    """The tensor, unless it holds NaN or infinity, which in a router's bias misroute tokens and show in no logit."""
+    if tensor.dtype.name not in WEIGHT_DTYPES or not tensor.size:
+        return tensor
+    # Floats of one sign order as their bits do: the largest signed integer is that of a positive float if there is one,
+    # the largest unsigned of a negative one. Two maxima are several times faster than np.isfinite on bfloat16.
+    for infinity, kind in ((np.inf, "i"), (-np.inf, "u")):
+        bits = np.dtype(f"{kind}{tensor.itemsize}").newbyteorder(tensor.dtype.byteorder)
+        if tensor.view(bits).max() >= np.array(infinity, tensor.dtype).view(bits):
+            raise ValueError(f"{name} holds NaN or infinity, weights must be finite: the checkpoint is damaged")
+    return tensor
 
 
 def _check_tied(config: ModelConfig, weights: Mapping[str, Any]) -> None:
@@ -189,16 +216,21 @@ class _SafetensorsFolder(Mapping[str, "NDArray[Any]"]):
 
         placed = self._placed(folder)
         self._shards: dict[str, tuple[str, Any]] = {}
+        opened: dict[str, tuple[Any, set[str]]] = {}
         shard: Any
         for file in sorted(set(placed.values())) or [_SINGLE]:
+            check_regular(folder / file)
             try:
                 shard = safe_open(folder / file, framework="np")
             except SafetensorError as error:
                 raise ValueError(f"{folder / file} is not a readable safetensors file: {error}") from error
+            opened[file] = shard, set(shard.keys())
             self._shards |= dict.fromkeys(shard.keys(), (file, shard))
-        for name, file in placed.items():
-            if self._shards.get(name, ("",))[0] != file:
+        for name, file in placed.items():  # of two shards that hold it, the index chooses
+            shard, names = opened[file]
+            if name not in names:
                 raise ValueError(f"{folder / _INDEX} places {name} in {file}, which does not hold it")
+            self._shards[name] = file, shard
 
     @staticmethod
     def _placed(folder: Path) -> dict[str, str]:
@@ -211,8 +243,10 @@ class _SafetensorsFolder(Mapping[str, "NDArray[Any]"]):
         if not isinstance(placed, dict) or not placed:
             raise ValueError(f"{folder / _INDEX} must have a 'weight_map' from tensors to files, got {placed!r}")
         for name, file in placed.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ValueError(f"{folder / _INDEX} must place {name} in a file of its own folder, got {file!r}")
+            if not isinstance(file, str) or not _SHARD.fullmatch(file):
+                raise ValueError(
+                    f"{folder / _INDEX} must place {name} in a .safetensors file of its own folder, got {file!r}"
+                )
         return placed
 
     def __getitem__(self, name: str) -> NDArray[Any]:
@@ -223,8 +257,7 @@ class _SafetensorsFolder(Mapping[str, "NDArray[Any]"]):
                 f"{name} in {file} must be one of {', '.join(_SAFETENSORS_DTYPES)}, got {kind}: "
                 "quantised weights are not supported; convert the checkpoint to bfloat16"
             )
-        tensor: NDArray[Any] = shard.get_tensor(name)
-        return tensor
+        return _finite(name, shard.get_tensor(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shards)

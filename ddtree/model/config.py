@@ -25,6 +25,12 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 """Settings of which only these values are implemented. A key that is absent or null has the first."""
 
+_LARGEST = 1 << 53
+"""Largest number that a setting may be: larger ones are no setting, and overflow in what is computed from them."""
+
+_MOST_TENSORS = 1 << 20
+"""Tensors that a configuration may ask for, some 14 times those of the largest published model."""
+
 
 @dataclass(frozen=True)
 class Yarn:
@@ -56,11 +62,16 @@ class Yarn:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("factor", 1), ("original_max_position_embeddings", 1), ("beta_fast", 0), ("beta_slow", 0)):
+        for name in ("factor", "original_max_position_embeddings"):
+            _check_number(name, getattr(self, name), 1)
+        for name in ("mscale", "mscale_all_dim"):
+            _check_number(name, getattr(self, name), 0)
+        for name in ("beta_fast", "beta_slow", "attention_factor"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not least <= value < math.inf or value == 0:
-                wanted = "positive" if least == 0 else f"at least {least}"
-                raise ValueError(f"{name} must be a number and {wanted} for yarn, got {value!r}")
+            if value is not None or name != "attention_factor":
+                _check_number(name, value, 0, above=True)
+        if not isinstance(self.truncate, bool):
+            raise ValueError(f"truncate must be true or false for yarn, got {self.truncate!r}")
 
     def temperature(self, mscale: float) -> float:
         """YaRN's temperature at weight ``mscale``."""
@@ -126,16 +137,25 @@ class ModelConfig:
             value = getattr(self, field.name)
             if field.type in ("int", "int | None") and not (field.type == "int | None" and value is None):
                 least = 0 if field.name in zero_allowed else 1
-                if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                    raise ValueError(f"{field.name} must be an integer of at least {least}, got {value!r}")
-            if field.type == "float" and not (
-                isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-            ):
-                raise ValueError(f"{field.name} must be a positive number, got {value!r}")
+                _check_number(field.name, value, least, integer=True)
+            if field.type == "float":
+                _check_number(field.name, value, 1 if field.name == "rope_theta" else 0, above=True)
             if field.type == "bool" and not isinstance(value, bool):
                 raise ValueError(f"{field.name} must be true or false, got {value!r}")
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
+        for token in self.eos_token_ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 1 << 31:
+                raise ValueError(f"eos_token_id must be a token id from 0 to 2^31 - 1 or a list of them, got {token!r}")
+        # before anything is made for each of them
+        n_experts = self.n_routed_experts if self.first_k_dense_replace < self.num_hidden_layers else 0
+        n_tensors = (self.num_hidden_layers + self.num_nextn_predict_layers) * (3 * n_experts + 14)
+        if n_tensors > _MOST_TENSORS:
+            raise ValueError(
+                f"num_hidden_layers = {self.num_hidden_layers}, num_nextn_predict_layers = "
+                f"{self.num_nextn_predict_layers} and n_routed_experts = {n_experts} must ask for at most "
+                f"{_MOST_TENSORS:,} tensors together, got {n_tensors:,}"
+            )
         if self.first_k_dense_replace >= self.num_hidden_layers:
             return  # every layer is dense
         if self.n_routed_experts % self.n_group or self.n_routed_experts // self.n_group < 2:
@@ -188,7 +208,7 @@ class ModelConfig:
         return cls(
             **values,
             **_read_rope(config),
-            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -322,21 +342,42 @@ def _refusal(key: str, value: Any, allowed: tuple[Any, ...]) -> str:
     return f"{key} must be {' or '.join(map(repr, allowed))}, got {value!r}: nothing else is implemented"
 
 
+def _check_number(name: str, value: Any, least: int, *, above: bool = False, integer: bool = False) -> None:
+    """Refuse what is not a number from ``least`` (``above``: beyond it) to `_LARGEST`, NaN included."""
+    number = isinstance(value, int if integer else int | float) and not isinstance(value, bool)
+    if not (number and least <= value <= _LARGEST) or (above and value == least):
+        kind = f"{'an integer' if integer else 'a number'} {'above' if above else 'of at least'} {least}"
+        raise ValueError(f"{name} must be {kind} and at most 2^53, got {value!r}")
+
+
+def _first(*values: Any) -> Any:
+    """The first that is not None."""
+    return next(value for value in values if value is not None)
+
+
 def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """``rope_theta`` and ``yarn`` from either generation of names."""
-    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = dict(config.get(name) or {})
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    name, rope = "rope_parameters", {}
+    for key in ("rope_parameters", "rope_scaling"):  # the second wins
+        value = config.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{key} must be null or an object of settings, got {value!r}")
+        if value:
+            name, rope = key, dict(value)
+    theta = _first(rope.get("rope_theta"), config.get("rope_theta"), 10000.0)
+    kind = _first(rope.get("rope_type"), rope.get("type"), "default")
     if kind not in ("default", "yarn"):
-        raise ValueError(f"{name}: the RoPE type must be 'default' or 'yarn', got {kind!r}")
-    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        raise ValueError(f"rope_type in {name} must be 'default' or 'yarn', got {kind!r}")
+    partial = _first(rope.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
     if partial != 1.0:
         raise ValueError(f"partial_rotary_factor must be 1, got {partial!r}: qk_rope_head_dim says what is rotated")
     if kind == "default":
         return {"rope_theta": theta, "yarn": None}
-    context = config.get("max_position_embeddings", ModelConfig.max_position_embeddings)
+    context = _first(config.get("max_position_embeddings"), ModelConfig.max_position_embeddings)
     values = {f.name: rope[f.name] for f in fields(Yarn) if rope.get(f.name) is not None}
-    values.setdefault("original_max_position_embeddings", context)
-    values.setdefault("factor", context / values["original_max_position_embeddings"])
+    original = values.setdefault("original_max_position_embeddings", context)
+    if "factor" not in values:
+        _check_number("max_position_embeddings", context, 1, integer=True)
+        _check_number("original_max_position_embeddings", original, 1)
+        values["factor"] = context / original
     return {"rope_theta": theta, "yarn": Yarn(**values)}

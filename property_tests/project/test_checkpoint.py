@@ -1,6 +1,7 @@
 """Models on disk: what loads gives the same logits in every form, and what does not says why."""
 
 import json
+import re
 import struct
 import sys
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from ddtree.kdtr import KdtrError, KdtrFile, read_kdtr, write_kdtr
 from ddtree.model import DeepseekV3, ModelConfig, Yarn, golden_bundle, load_model, save_bundle
@@ -179,14 +180,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "fp8"}}, "quantised by 'fp8' are not supported"),
     ({"num_key_value_heads": 1}, "num_key_value_heads must equal num_attention_heads = 4"),
     ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "must be 'default' or 'yarn', got 'linear'"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 0.5}}, "factor must be a number and at least 1 for yarn"),
-    ({"rope_parameters": {"rope_type": "yarn", "beta_fast": -1}}, "beta_fast must be a number and positive"),
+    ({"rope_parameters": 5}, "rope_parameters must be null or an object of settings, got 5"),
+    ({"rope_scaling": "abc"}, "rope_scaling must be null or an object of settings, got 'abc'"),
+    ({"eos_token_id": "abc"}, "eos_token_id must be a token id from 0 to .* got 'abc'"),
+    ({"eos_token_id": {"a": 1}}, "eos_token_id must be a token id from 0 to .* got {'a': 1}"),
+    ({"eos_token_id": [1, None]}, "eos_token_id must be a token id from 0 to .* got None"),
+    ({"eos_token_id": -7}, "eos_token_id must be a token id from 0 to .* got -7"),
+    ({"eos_token_id": 1.5}, "eos_token_id must be a token id from 0 to .* got 1.5"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000, .* must ask for at most 1,048,576 tensors"),
+    ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers = 1000000000 .* must ask for at most 1,048,576"),
+    ({"n_routed_experts": 10**9}, "n_routed_experts = 1000000000 must ask for at most 1,048,576 tensors"),
+    ({"hidden_size": 10**400}, "hidden_size must be an integer of at least 1 and at most 2.53, got 1000"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
     ({"kv_lora_rank": None}, "the configuration lacks kv_lora_rank"),
-    ({"hidden_size": 0}, "hidden_size must be an integer of at least 1, got 0"),
-    ({"hidden_size": 48.0}, "hidden_size must be an integer of at least 1, got 48.0"),
-    ({"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0, got -1"),
-    ({"rms_norm_eps": 0.0}, "rms_norm_eps must be a positive number, got 0.0"),
+    ({"hidden_size": 0}, "hidden_size must be an integer of at least 1 and at most 2.53, got 0"),
+    ({"hidden_size": 48.0}, "hidden_size must be an integer of at least 1 and .* got 48.0"),
+    ({"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0 and .* got -1"),
+    ({"rms_norm_eps": 0.0}, "rms_norm_eps must be a number above 0 and at most 2.53, got 0.0"),
     ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
     ({"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, got 7"),
     ({"n_group": 5}, "n_group must part n_routed_experts = 12 into equal groups of 2 experts or more, got 5"),
@@ -203,7 +213,71 @@ def test_configurations_that_are_refused(change, message):
         ModelConfig.from_dict(config.to_dict() | change)
 
 
+YARN: dict[str, list[Any]] = {
+    "factor": [0.5, "x", 1e308],
+    "original_max_position_embeddings": [0, "x", []],
+    "beta_fast": [-1, 0, 2**70, 1e308],
+    "beta_slow": [-1, 0, True],
+    "mscale": [-1, "x", 1e308],
+    "mscale_all_dim": [-1, "x", 1e308, {}],
+    "attention_factor": [0, "x", 1e308],
+    "rope_theta": [1, 0, [], "x"],
+    "truncate": ["0", 1, []],
+    "rope_type": [[], 1, ""],
+    "partial_rotary_factor": [0, [], "1"],
+}
+
+
+@pytest.mark.parametrize("key, value", [(key, value) for key in YARN for value in [*YARN[key], np.nan]])
+def test_yarn_settings_that_are_refused(key, value):
+    config, _ = bundle_parts(golden_bundle("yarn"))
+    settings = config.to_dict()
+    for dropped in ({}, {"factor": None}):  # a factor that is left out follows from the lengths
+        rope = settings["rope_parameters"] | dropped | {key: value}
+        with pytest.raises(ValueError, match=rf"^{key} .*must be .*got "):
+            ModelConfig.from_dict(settings | {"rope_parameters": rope})
+
+
 # What does not load
+
+
+@pytest.mark.parametrize("text", [b"{", b"\xff\xfe{}", b"[" * 100_000, b'{"a":' + b"9" * 5000 + b"}"])
+def test_a_configuration_that_is_no_json_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(ValueError, match=r"config\.json is not JSON that can be read: "):
+        load(tmp_path)
+    write_kdtr(tmp_path / "bundle.kdtr", {}, {"config": text.decode(errors="replace")})
+    with pytest.raises(ValueError, match=r"bundle\.kdtr: metadata 'config' is not JSON that can be read: "):
+        load(tmp_path / "bundle.kdtr")
+
+
+def test_a_refused_setting_is_named_with_its_file(tmp_path):
+    config, weights = bundle_parts()
+    settings = config.to_dict() | {"num_hidden_layers": 10**9}
+    with pytest.raises(ValueError, match=r"config\.json: num_hidden_layers = 1000000000"):
+        load(write_folder(tmp_path / "model", weights, settings))
+    write_kdtr(tmp_path / "bundle.kdtr", {}, {"config": json.dumps(settings)})
+    with pytest.raises(ValueError, match=r"bundle\.kdtr: metadata 'config': num_hidden_layers = 1000000000"):
+        load(tmp_path / "bundle.kdtr")
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", ">f4"])
+def test_weights_that_are_not_finite_are_named(tmp_path, dtype, value):
+    config, weights = bundle_parts()
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    weights[name] = weights[name].astype(dtype)
+    save_bundle(tmp_path / "model.kdtr", config, weights)
+    weights[name][3] = value
+    message = rf"{name} holds NaN or infinity, weights must be finite".replace(".", r"\.")
+    with pytest.raises(ValueError, match=message):
+        save_bundle(tmp_path / "model.kdtr", config, weights)
+    write_kdtr(tmp_path / "model.kdtr", weights, {"config": json.dumps(config.to_dict())})
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "model.kdtr")
+    if dtype != ">f4":
+        with pytest.raises(ValueError, match=message):
+            load(write_folder(tmp_path / "model", weights, config.to_dict()))
 
 
 def test_wrong_tensors_are_named():
@@ -263,9 +337,11 @@ def test_damaged_folders_are_named(tmp_path):
     edit_index(folder, lambda names: names.update({name: other}))
     with pytest.raises(ValueError, match=rf"places {name} in {other}, which does not hold it"):
         load(folder)
-    edit_index(folder, lambda names: names.update({name: "../elsewhere.safetensors"}))
-    with pytest.raises(ValueError, match=rf"must place {name} in a file of its own folder, got '\.\./elsewhere"):
-        load(folder)
+    for place in ("../elsewhere.safetensors", "..", "", "config.json", "\ud800.safetensors", "\0.safetensors", 5):
+        edit_index(folder, lambda names: names.update({name: place}))  # noqa: B023 - called at once
+        message = rf"must place {name} in a \.safetensors file of its own folder, got "
+        with pytest.raises(ValueError, match=message + re.escape(repr(place))):
+            load(folder)
     edit_index(folder, lambda names: names.update({name: "absent.safetensors"}))
     with pytest.raises(FileNotFoundError, match=r"absent\.safetensors"):
         load(folder)
@@ -287,6 +363,18 @@ def test_damaged_folders_are_named(tmp_path):
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load(folder)
+
+
+def test_the_index_chooses_between_shards_that_hold_the_same_tensor(tmp_path):
+    config, weights = bundle_parts()
+    folder = write_folder(tmp_path / "model", weights, config.to_dict(), shards=2)
+    name = "model.norm.weight"
+    for chosen, other in ((1, 2), (2, 1)):
+        for number, values in ((chosen, weights[name]), (other, weights[name] * 2)):
+            path = folder / f"model-0000{number}-of-00002.safetensors"
+            save_file(load_file(path) | {name: values.astype(weights[name].dtype)}, path)
+        edit_index(folder, lambda names: names.update({name: f"model-0000{chosen}-of-00002.safetensors"}))  # noqa: B023
+        assert_same(logits(load(folder)), logits(load(BUNDLE)))
 
 
 def test_a_missing_library_names_its_install_command(tmp_path, monkeypatch):

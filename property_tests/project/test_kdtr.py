@@ -1,7 +1,9 @@
 """KDTR in Python: what is written is read back, and nothing else is."""
 
+import errno
 import os
 import re
+import socket
 import stat
 import struct
 import tempfile
@@ -319,8 +321,9 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(sound, monkeypatch, fai
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, failing, fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as caught:
         write_kdtr(sound, {"x": np.ones(1000)})
+    assert caught.value.filename == str(sound)
     assert sound.read_bytes() == SOUND
     assert n_temporaries(sound.parent) == 0
 
@@ -355,6 +358,52 @@ def test_a_written_file_heeds_the_umask_and_follows_a_link(tmp_path, path):
     assert link.is_symlink()
     assert path.read_bytes() == SOUND
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no POSIX permissions and links")
+@pytest.mark.parametrize("mode", [0o600, 0o666, 0o400])
+def test_a_replaced_file_passes_its_mode_on_and_is_never_open_to_more(sound, mode):
+    sound.chmod(mode)
+    before = os.umask(0o022)
+    try:
+        with atomic_write(sound) as file:
+            assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == mode
+            file.write(b"new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(sound.stat().st_mode) == mode
+    assert sound.read_bytes() == b"new"
+
+
+@pytest.fixture(params=["pipe", "device", "socket", "directory", "link"])
+def special(request, tmp_path):
+    """A path to what is there but is no file, and how that is called."""
+    path = tmp_path / "special.kdtr"
+    if request.param == "directory":
+        path.mkdir()
+    elif request.param == "pipe":
+        os.mkfifo(path)
+    elif request.param == "device":
+        path.symlink_to(os.devnull)
+    elif request.param == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    else:
+        path.symlink_to(path)
+    kind = {"directory": "Is a directory", "link": os.strerror(errno.ELOOP)}
+    return path, kind.get(request.param, f"Is a {request.param}, must be a regular file")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no pipes and devices")
+@pytest.mark.parametrize("use", [KdtrFile, read_kdtr, lambda path: write_kdtr(path, {})], ids=["open", "read", "write"])
+def test_what_is_no_file_is_neither_opened_nor_replaced(special, use):
+    path, message = special
+    before = path.lstat()
+    with pytest.raises(OSError, match=message) as caught:
+        use(path)
+    assert caught.value.filename == str(path)
+    assert path.lstat() == before
+    assert n_temporaries(path.parent) == 0
 
 
 def test_the_format_s_page_gives_the_sizes_of_the_records():

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from ddtree.cli.demo import demo
 from ddtree.cli.kdtr import kdtr
 from ddtree.kdtr import DTYPES, dtype_named, read_kdtr, write_kdtr
 from ddtree.property_tests.project.damaged_kdtr import DAMAGES, SOUND
@@ -48,6 +50,27 @@ def npz(**arrays) -> bytes:
 def safetensors(header: object, data: bytes = b"") -> bytes:
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
+
+
+def tensors(*offsets: tuple[int, int], dtype: str = "U8") -> bytes:
+    """Four bytes of data with a tensor at each of the places."""
+    header = {
+        str(i): {"dtype": dtype, "shape": [end - start], "data_offsets": [start, end]}
+        for i, (start, end) in enumerate(offsets)
+    }
+    return safetensors(header, b"\0\1\7\1")
+
+
+def npy(shape: tuple[int, ...], data: bytes, version: int = 1) -> bytes:
+    """An npz file of one compressed member, whose header need not fit its data."""
+    file, member = io.BytesIO(), io.BytesIO()
+    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(member, header)
+    text = bytearray(member.getvalue())
+    text[6] = version
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", bytes(text) + data)
+    return file.getvalue()
 
 
 def test_ls_shows_arrays_and_metadata_a_line_each(run):
@@ -160,6 +183,15 @@ def test_a_compressed_npz_is_imported(run):
             safetensors({"x": {"dtype": "U8", "shape": [1 << 62], "data_offsets": [0, 1 << 62]}}, b"12"),
             "'x' has bytes 0 to 4611686018427387904 of 2 for shape [4611686018427387904]",
         ),
+        ("i.safetensors", tensors((1, 3)), "'0' starts at byte 1 of the data, it must at 0: no gap, no overlap"),
+        ("i.safetensors", tensors((0, 2), (3, 4)), "'1' starts at byte 3 of the data, it must at 2"),
+        ("i.safetensors", tensors((0, 2), (1, 4)), "'1' starts at byte 1 of the data, it must at 2"),
+        ("i.safetensors", tensors((0, 2), (2, 3)), "1 bytes belong to no tensor"),
+        ("i.safetensors", tensors((0, 4), dtype="BOOL"), "'0' holds a byte 7, a bool is 0 or 1"),
+        ("i.npz", npz(x=np.array([0, 7], np.uint8).view(bool)), "'x' holds a byte 7, a bool is 0 or 1"),
+        ("i.npz", npy((1 << 50,), b"1234"), "x.npy has 4 bytes for shape (1125899906842624,) of float32"),
+        ("i.npz", npy((1,), b"\0" * (1 << 20)), "has 1048576 bytes for shape (1,) of float32, it must have 4"),
+        ("i.npz", npy((1,), b"1234", version=3), "x.npy has npy version (3, 0), it must be (1, 0) or (2, 0)"),
     ],
 )
 def test_import_names_what_it_cannot_read_and_leaves_no_file(run, tmp_path, source, data, message):
@@ -217,6 +249,70 @@ def test_a_file_is_replaced_only_by_force(run, tmp_path):
 )
 def test_a_wrong_call_is_answered_in_one_line(run, arguments, message, exit_code):
     assert_refused(run(*arguments), message, exit_code)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no pipes")
+def test_a_pipe_or_folder_is_neither_waited_for_nor_replaced(run, tmp_path):
+    for suffix in ("kdtr", "npz", "safetensors"):
+        os.mkfifo(f"p.{suffix}")
+        (tmp_path / f"d.{suffix}").mkdir()
+    write_kdtr("x.kdtr", {"x": 1.0})
+    run("export", "x.kdtr", "x.npz")
+    before = sorted(os.listdir())
+    for name, message in (("p", "Is a pipe, must be a regular file"), ("d", "Is a directory")):
+        assert_refused(run("ls", f"{name}.kdtr"), f"{name}.kdtr: {message}")
+        assert_refused(run("verify", f"{name}.kdtr"), f"{name}.kdtr: {message}")
+        for suffix in ("npz", "safetensors"):
+            assert_refused(run("import", f"{name}.{suffix}", "o.kdtr"), f"{name}.{suffix}: {message}")
+            assert_refused(run("export", "x.kdtr", f"{name}.{suffix}", "--force"), f"{name}.{suffix}: {message}", 2)
+        assert_refused(run("import", "x.npz", f"{name}.kdtr", "--force"), f"{name}.kdtr: {message}", 2)
+    assert sorted(os.listdir()) == before
+
+
+def test_the_demo_finds_before_any_work_what_it_cannot_replace(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["ddtree.cli.demo"], "_run", lambda *_: pytest.fail("the work began"))
+    for name in ("results.json", "tree.png"):
+        (tmp_path / name / name).mkdir(parents=True)
+        result = CliRunner().invoke(demo, ["--output", str(tmp_path / name)], catch_exceptions=False)
+        path = tmp_path / name / name
+        assert_refused(result, f"{path} cannot be written (Is a directory): choose another with --output", 2)
+
+
+def test_import_that_does_not_fit_in_memory_says_so(run, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError("Unable to allocate 2.00 TiB")
+
+    np.savez("x.npz", x=1)
+    monkeypatch.setattr(np.lib.format, "read_array", fail)
+    assert_refused(run("import", "x.npz", "o.kdtr"), "x.npz does not fit in memory: Unable to allocate 2.00 TiB")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no limit on a file's size")
+@pytest.mark.parametrize("arguments", [("export", "x.kdtr", "o.npz"), ("export", "x.kdtr", "o.safetensors"),
+                                       ("import", "x.npz", "o.kdtr")])  # fmt: skip
+def test_a_full_disk_is_told_with_the_output_s_name(run, tmp_path, arguments):
+    import resource
+
+    write_kdtr("x.kdtr", {"x": np.zeros(1 << 20)})
+    run("export", "x.kdtr", "x.npz")
+    before = sorted(os.listdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        result = run(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_refused(result, f"{arguments[2]}: File too large")
+    assert sorted(os.listdir()) == before
+
+
+def test_verify_ends_quietly_when_its_reader_has_gone(run):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "ddtree", "kdtr", "verify", "s.kdtr", "s.kdtr"]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (1, "")
 
 
 def test_loading_the_commands_loads_no_table_or_figure_library():
