@@ -55,15 +55,15 @@ def pytest_report_header(config):
 
 def pytest_generate_tests(metafunc):
     chosen, ops = chosen_backends(metafunc.config), chosen_ops(metafunc.config)
-    found = {name: operations(name, chosen) for name in OPS if ops is None or name in ops}
+    found = {name: list(operations(name, chosen)) for name in OPS if ops is None or name in ops}
     if ops is None:
         # where nothing is said, one backend carries these: the reference for the engine, any for the model
         engine = chosen if metafunc.config.getoption("--ddtree-backend") else ("reference",)
         for what, backends in (("engine", engine), ("model", chosen)):
-            found[f"{what}_backend"] = ((Operation(what, b), why_not(b)) for b in backends if CARRIERS[what](b))
+            found[f"{what}_backend"] = [(Operation(what, b), why_not(b)) for b in backends if CARRIERS[what](b)]
     for name in (*OPS, *(f"{what}_backend" for what in CARRIERS)):
         if name in metafunc.fixturenames:
-            those = list(found.get(name, ()))
+            those = found.get(name, [])
             if metafunc.definition.get_closest_marker("beside_reference"):
                 those = [(op, why) for op, why in those if op.backend != "reference"]
             skip = pytest.mark.skip

@@ -1,8 +1,9 @@
 """Hypothesis strategies for drafts, trees, choices, caches and logits: NumPy arrays, valid by construction.
 
 Layers, each usable alone: :func:`parent_arrays` → :func:`draft_trees` → :func:`acceptance_inputs`; :func:`drafts` →
-:func:`built_trees`; any tree → :func:`paged_caches`. Sizes are small, because these operations fail on few nodes if at
-all; only 32 nodes and more, where a word of bits ends, are drawn on purpose.
+:func:`built_trees`; any tree → :func:`paged_caches`; parents → :func:`visibility_masks` → :func:`corrupted_masks`.
+Sizes are small, because these operations fail on few nodes if at all; only 32 nodes and more, where a word of bits
+ends, are drawn on purpose.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from hypothesis.errors import InvalidArgument
 from hypothesis.extra.numpy import arrays
 
 from ddtree import reference
+from ddtree.model.config import ModelConfig, Yarn
 from ddtree.property_tests.nearness import Attention
 from ddtree.protocols import KVCache
 from ddtree.trees import Acceptance, DraftTree, tree_from_parents
@@ -198,6 +200,7 @@ def target_choices(draw, trees):
     B, N = tree.token_ids.shape
     draws = draw(arrays(np.int8, (B, N), elements=st.integers(0, 2 * MAX_TOKEN), fill=st.just(0)))
     choices = np.where(draws % 2, np.int32(0), np.int32(-1))
+    usual = draw(st.integers(0, 1))  # the child that is chosen where nothing else is drawn
     for b in range(B):
         children: list[list[int]] = [[] for _ in range(N)]
         for i in range(1, int(tree.node_counts[b])):
@@ -205,7 +208,8 @@ def target_choices(draw, trees):
         for i in range(int(tree.node_counts[b])):
             # first the children's tokens, then any token from 0, last none
             candidates = [*children[i], *range(MAX_TOKEN + 1), -1]
-            choices[b, i] = candidates[min(int(draws[b, i]), len(candidates) - 1)]
+            place = int(draws[b, i]) or min(usual, max(len(children[i]) - 1, 0))
+            choices[b, i] = candidates[min(place, len(candidates) - 1)]
     return tree, choices.astype(np.int32)
 
 
@@ -246,7 +250,8 @@ def paged_caches(
     Shrinks towards empty prefixes, the first page size, and pages in order.
     """
     B = tree.batch_size
-    prefix_lens = draw(arrays(np.int32, B, elements=st.integers(0, max_prefix), fill=st.just(0)))
+    lengths = draw(st.lists(st.integers(0, max_prefix), min_size=B, max_size=B))
+    prefix_lens = np.array(lengths, np.int32)
     rows = prefix_lens + tree.node_counts
     S = draw(st.sampled_from(page_sizes)) or int(rows.max(initial=1))
     needed = -(-rows // S)
@@ -314,6 +319,73 @@ def logit_batches(
     return values.astype(dtype)
 
 
+def visibility_masks(**bounds: Any):
+    """Who sees whom in one tree: bool (n, n), row i true at node i and its ancestors; :func:`parent_arrays`' bounds.
+
+    Shrinks as the parents do: towards one root that sees itself.
+    """
+    return parent_arrays(**bounds).map(_mask_of)
+
+
+@st.composite
+def corrupted_masks(draw, masks=None):
+    """``(mask, corrupted, (row, column))``: a mask, and the same with one bit the other way, and where.
+
+    Shrinks towards the first bit of a small mask.
+    """
+    mask = draw(visibility_masks() if masks is None else masks)
+    place = tuple(draw(st.tuples(*(st.integers(0, n - 1) for n in mask.shape))))
+    corrupted = mask.copy()
+    corrupted[place] ^= True
+    return mask, corrupted, place
+
+
+@st.composite
+def model_configs(draw):
+    """A small :class:`ModelConfig` of any form: with and without experts, compressed queries, YaRN and tied embeddings.
+
+    Shrinks towards one dense layer of one head.
+    """
+    n_group = draw(st.sampled_from([1, 2, 4]))
+    n_routed_experts = n_group * draw(st.integers(2, 3))
+    topk_group = draw(st.integers(1, n_group))
+    yarn = st.builds(
+        Yarn,
+        factor=st.just(8.0),
+        original_max_position_embeddings=st.just(32),
+        mscale=st.sampled_from([0.0, 1.0]),
+        mscale_all_dim=st.sampled_from([0.0, 0.7]),
+        attention_factor=st.none() | st.just(1.2),
+    )
+    layers = draw(st.integers(1, 2))
+    return ModelConfig(
+        vocab_size=17,
+        hidden_size=draw(st.sampled_from([5, 8])),
+        intermediate_size=6,
+        moe_intermediate_size=3,
+        num_hidden_layers=layers,
+        first_k_dense_replace=layers - draw(st.integers(0, layers)),
+        num_attention_heads=draw(st.integers(1, 3)),
+        q_lora_rank=draw(st.none() | st.integers(1, 4)),
+        kv_lora_rank=draw(st.integers(1, 5)),
+        qk_nope_head_dim=draw(st.integers(1, 3)),
+        qk_rope_head_dim=draw(st.sampled_from([2, 4])),
+        v_head_dim=draw(st.integers(1, 3)),
+        n_routed_experts=n_routed_experts,
+        num_experts_per_tok=draw(st.integers(1, n_routed_experts // n_group * topk_group)),
+        n_shared_experts=draw(st.integers(1, 2)),
+        n_group=n_group,
+        topk_group=topk_group,
+        norm_topk_prob=draw(st.booleans()),
+        routed_scaling_factor=1.5,
+        rms_norm_eps=draw(st.sampled_from([1e-6, 0.1])),
+        rope_theta=1e4,
+        rope_interleave=draw(st.booleans()),
+        yarn=draw(st.none() | yarn),
+        tie_word_embeddings=draw(st.booleans()),
+    )
+
+
 def calls(op: str):
     """Arguments of an operation, by name: what ``ddtree check`` compares backends on.
 
@@ -371,6 +443,13 @@ _CALLS: dict[str, Callable[[], st.SearchStrategy[dict[str, Any]]]] = {
         }
     ),
 }
+
+
+def _mask_of(parents):
+    mask = np.eye(len(parents), dtype=np.bool_)
+    for i, parent in enumerate(parents.tolist()[1:], start=1):
+        mask[i] |= mask[parent]
+    return mask
 
 
 def poisoned_queries(rng, tree, heads, width, dtype, size=1.0):

@@ -1,8 +1,12 @@
 """Faults met in tree-speculative decoding, each as a small case with the right value worked out by hand."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+import ddtree
 from ddtree.property_tests.brute_force import paths_of
 from ddtree.property_tests.compare import assert_same
 from ddtree.trees import Acceptance, tree_from_parents
@@ -98,6 +102,11 @@ def test_top_k_of_the_whole_vocabulary_and_of_a_vocabulary_of_one(topk_log_probs
     assert topk_log_probs(np.array([[[0.0, 2.0, 1.0]]], np.float32), 3)[1].tolist() == [[[1, 2, 0]]]
     log_probs, ids = topk_log_probs(np.array([[[-7.0]]], np.float32), 1)
     assert (log_probs.tolist(), ids.tolist()) == ([[[0.0]]], [[[0]]])
+
+
+def test_more_candidates_than_the_vocabulary_has_are_refused():
+    with pytest.raises(ValueError, match=r"k must be in 1 … 2 \(the vocabulary size\), got 3"):
+        ddtree.topk_log_probs(np.zeros((1, 1, 5), np.float32), 3, vocab_size=2)
 
 
 def test_of_equal_scores_the_path_that_is_lexicographically_first_wins(build_tree):
@@ -367,3 +376,26 @@ def test_more_than_1024_nodes_and_more_than_32_siblings(build_tree, accept_tree)
     target[0, 0] = 1099  # the last sibling, which has no child
     kept = accept_tree(tree, target)
     assert (kept.node_indices.tolist(), kept.bonus_token_ids.tolist()) == ([[0, 1100, -1]], [0])
+
+
+# The list of kinds
+
+HERE = Path(__file__).parent
+
+
+def test_every_kind_of_fault_has_tests_and_every_test_here_a_kind():
+    rows = re.findall(
+        r"^\| (?!kind|\*\*)(.+?) \| (.+) \|$", (HERE / "FIELD_CASES.md").read_text(encoding="utf-8"), re.M
+    )
+    assert len(rows) > 30
+    named: dict[str, set[str]] = {}
+    for kind, tests in rows:
+        assert "`test_" in tests, kind
+        for group in tests.split("; "):
+            file, _, names = group.rpartition(".py`: ")
+            named.setdefault(file.strip("`") or "test_field_cases", set()).update(re.findall(r"`(test_\w+)`", names))
+    for module, names in named.items():
+        defined = set(re.findall(r"^def (test_\w+)", (HERE / f"{module}.py").read_text(encoding="utf-8"), re.M))
+        assert names <= defined, (module, names - defined)
+        if module == "test_field_cases":
+            assert defined - names == {"test_every_kind_of_fault_has_tests_and_every_test_here_a_kind"}

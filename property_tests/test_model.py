@@ -16,9 +16,9 @@ from ddtree import reference
 from ddtree.arrays import array_namespace, to_numpy
 from ddtree.backends import BackendUnavailable
 from ddtree.kdtr import read_kdtr
-from ddtree.model import DeepseekV3, ModelConfig, Yarn, deepseek_v3, golden_bundle, layers, load_model
+from ddtree.model import DeepseekV3, deepseek_v3, golden_bundle, layers, load_model
 from ddtree.property_tests.compare import assert_close, assert_same
-from ddtree.property_tests.strategies import draft_trees, paged_caches
+from ddtree.property_tests.strategies import draft_trees, model_configs, paged_caches
 from ddtree.protocols import KVCache
 from ddtree.trees import chain_tree, tree_from_parents
 
@@ -141,43 +141,6 @@ def test_golden_tokens_are_told_apart_by_float32():
 # Against the references
 
 
-CONFIGS = st.builds(
-    ModelConfig,
-    vocab_size=st.just(17),
-    hidden_size=st.sampled_from([5, 8]),
-    intermediate_size=st.just(6),
-    moe_intermediate_size=st.just(3),
-    num_hidden_layers=st.integers(1, 2),
-    first_k_dense_replace=st.integers(0, 2),
-    num_attention_heads=st.integers(1, 3),
-    q_lora_rank=st.none() | st.integers(1, 4),
-    kv_lora_rank=st.integers(1, 5),
-    qk_nope_head_dim=st.integers(1, 3),
-    qk_rope_head_dim=st.sampled_from([2, 4]),
-    v_head_dim=st.integers(1, 3),
-    n_routed_experts=st.just(8),
-    num_experts_per_tok=st.integers(1, 4),
-    n_shared_experts=st.integers(1, 2),
-    n_group=st.just(4),
-    topk_group=st.integers(2, 4),
-    norm_topk_prob=st.booleans(),
-    routed_scaling_factor=st.just(1.5),
-    rms_norm_eps=st.sampled_from([1e-6, 0.1]),
-    rope_theta=st.just(1e4),
-    rope_interleave=st.booleans(),
-    yarn=st.none()
-    | st.builds(
-        Yarn,
-        factor=st.just(8.0),
-        original_max_position_embeddings=st.just(32),
-        mscale=st.sampled_from([0.0, 1.0]),
-        mscale_all_dim=st.sampled_from([0.0, 0.7]),
-        attention_factor=st.none() | st.just(1.2),
-    ),
-    tie_word_embeddings=st.booleans(),
-)
-
-
 def random_weights(config, seed):
     rng = np.random.default_rng(seed)
     return {name: rng.standard_normal(shape) for name, shape in config.tensor_shapes().items()}
@@ -230,7 +193,7 @@ def reference_forward(config, weights, tree, cache):
     return states, reference.rms_norm(states[-1], weights["model.norm.weight"], eps=config.rms_norm_eps) @ head.T
 
 
-@given(data=st.data(), config=CONFIGS, tree=draft_trees(max_nodes=6, max_token=16), seed=st.integers(0, 999))
+@given(data=st.data(), config=model_configs(), tree=draft_trees(max_nodes=6, max_token=16), seed=st.integers(0, 999))
 def test_model_equals_the_references(data, config, tree, seed):
     weights = random_weights(config, seed)
     model = DeepseekV3(config, weights, dtype="float64", backend="reference")

@@ -3,9 +3,11 @@
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import Phase, find, given, settings
+from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis.errors import InvalidArgument
 
+from ddtree import reference
+from ddtree.model import ModelConfig
 from ddtree.property_tests import brute_force
 from ddtree.property_tests.strategies import (
     DRAFT_KINDS,
@@ -14,12 +16,16 @@ from ddtree.property_tests.strategies import (
     acceptance_inputs,
     budgets,
     built_trees,
+    compaction_inputs,
+    corrupted_masks,
     draft_trees,
     drafts,
     logit_batches,
+    model_configs,
     paged_caches,
     parent_arrays,
     target_choices,
+    visibility_masks,
 )
 
 FINDING = settings(
@@ -71,6 +77,13 @@ def crosses_a_page(tree_and_cache):
     tree, cache = tree_and_cache
     S, first = cache.data.shape[2], cache.prefix_lens
     return bool(((first % S > 0) & (first // S < (first + tree.node_counts - 1) // S)).any())
+
+
+def needs_two_pages(tree_and_cache):
+    """Whether the rows of some tree lie in more than one page."""
+    tree, cache = tree_and_cache
+    S, first = cache.data.shape[2], cache.prefix_lens
+    return bool((first // S < (first + tree.node_counts - 1) // S).any())
 
 
 # What they shrink to
@@ -126,6 +139,24 @@ def test_logit_batches_shrink_to_nothing_and_to_one_special():
     assert minimal(logit_batches()).shape == (0, 0, 1)
     logits = minimal(logit_batches(), lambda logits: logits.shape[-1] > 1 and np.isnan(logits).any())
     assert (logits.shape, np.isnan(logits).sum(), (logits == 0).sum()) == ((1, 1, 2), 1, 1)
+
+
+def test_visibility_masks_shrink_to_a_root_and_to_a_chain():
+    assert minimal(visibility_masks()).tolist() == [[True]]
+    assert minimal(visibility_masks(), lambda mask: mask.sum(-1).max() >= 4).tolist() == np.tri(4, dtype=bool).tolist()
+
+
+def test_corrupted_masks_shrink_to_the_first_bit():
+    mask, corrupted, place = minimal(corrupted_masks())
+    assert (mask.tolist(), corrupted.tolist(), place) == ([[True]], [[False]], (0, 0))
+
+
+def test_model_configs_shrink_to_one_dense_layer_and_to_one_of_experts():
+    config = minimal(model_configs())
+    assert (config.num_hidden_layers, config.first_k_dense_replace, config.num_attention_heads) == (1, 1, 1)
+    assert (config.q_lora_rank, config.yarn) == (None, None)
+    config = minimal(model_configs(), lambda config: config.is_moe(0))
+    assert (config.num_hidden_layers, config.n_group, config.n_routed_experts) == (1, 1, 2)
 
 
 # What they reach
@@ -205,6 +236,19 @@ def test_draft_trees_reach_equal_siblings_depth_words_and_unused_slots(condition
     find_any(draft_trees(), condition)
 
 
+def leaves_the_first_child(inputs):
+    """Whether some accepted node is not the first child of its parent."""
+    return any(
+        any(i != 0 and i != parents.tolist().index(parents[i], 1) for i in path)
+        for path, parents in zip(follow(inputs), inputs.tree.parents, strict=True)
+    )
+
+
+def moved_rows(acceptance):
+    """Which accepted nodes have a row of their own to move to."""
+    return (acceptance.node_indices != np.arange(acceptance.node_indices.shape[1])) & (acceptance.node_indices >= 0)
+
+
 def follow(inputs):
     return [
         brute_force.accepted(parents.tolist(), tokens.tolist(), int(n), chosen.tolist())[0]
@@ -245,6 +289,97 @@ def test_logit_batches_of_each_kind_reach_ties_and_specials(kind):
         lambda x: np.isnan(x).any() and (x[..., 1:] == x[..., :-1]).any(),
     )
     assert logits.dtype == LOGIT_KINDS[kind][0]
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        lambda config: config.is_moe(1) and not config.is_moe(0),
+        lambda config: config.num_experts_per_tok > config.n_routed_experts // config.n_group,  # of several groups
+        lambda config: 1 < config.topk_group < config.n_group,
+        lambda config: config.yarn is not None and config.yarn.mscale_all_dim and config.q_lora_rank,
+        lambda config: config.tie_word_embeddings and not config.rope_interleave,
+    ],
+)
+def test_model_configs_reach_each_form(condition):
+    find_any(model_configs(), condition)
+
+
+@given(config=model_configs())
+def test_model_configs_are_read_back_from_what_they_write(config):
+    assert ModelConfig.from_dict(config.to_dict()) == config
+
+
+# How much of what they give is of the kind that finds faults
+
+
+def drawn(strategy, *, draws=200):
+    """That many values, always the same ones."""
+    values = []
+
+    @settings(FINDING, max_examples=draws, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def look(value):
+        values.append(value)
+
+    look()
+    assert len(values) >= draws // 2
+    return values
+
+
+def has_branches(tree):
+    """Whether some node of some request has two children."""
+    return any(np.bincount(p[1:n], minlength=1).max() > 1 for p, n in zip(tree.parents, tree.node_counts, strict=True))
+
+
+def scores_tie(tree):
+    return any(len(set(s[1:n].tolist())) < n - 1 for s, n in zip(tree.scores, tree.node_counts, strict=True))
+
+
+def is_cut(inputs):
+    """Whether a limit or a stop token changes what is accepted."""
+    free = reference.accept_tree(inputs.tree, inputs.target_token_ids)
+    cut = reference.accept_tree(
+        inputs.tree, inputs.target_token_ids, remaining=inputs.remaining, stop_token_ids=inputs.stop_token_ids
+    )
+    return (free.lengths != cut.lengths).any()
+
+
+SHARES = {
+    # of each strategy, what must be common in what it gives, and the least share: about half of what is seen
+    "drafts": (drafts(), {
+        "tied candidates": (has_ties, 0.12),
+        "depths that end early": (lambda draft: (~(draft.log_probs > -np.inf)).any(), 0.12),
+    }),
+    "built_trees": (built_trees(), {
+        "tied scores": (scores_tie, 0.07),
+        "branching": (has_branches, 0.07),
+        "under-filled": (lambda tree: (tree.node_counts < tree.num_slots).any(), 0.3),
+    }),
+    "draft_trees": (draft_trees(), {
+        "branching": (has_branches, 0.4),
+        "equal siblings": (has_equal_siblings, 0.4),
+        "unequal requests": (lambda tree: len(set(tree.node_counts.tolist())) > 1, 0.2),
+        "more than a word": (lambda tree: (tree.node_counts > 32).any(), 0.3),
+    }),
+    "acceptance_inputs": (acceptance_inputs(), {
+        "accepted drafts": (lambda inputs: any(len(path) > 1 for path in follow(inputs)), 0.3),
+        "off the first child": (leaves_the_first_child, 0.1),
+        "cut by a stop or a limit": (is_cut, 0.15),
+    }),
+    "compaction_inputs": (compaction_inputs(), {"moved rows": (lambda case: moved_rows(case.acceptance).any(), 0.05)}),
+    "paged_caches": (trees_with_caches(), {"page crossings": (needs_two_pages, 0.2)}),
+    "logit_batches": (logit_batches(), {"ties": (lambda x: (x[..., 1:] == x[..., :-1]).any(), 0.2)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_share_of_draws_of_each_kind_is_at_least(name):
+    strategy, kinds = SHARES[name]
+    values = drawn(strategy)
+    for kind, (condition, least) in kinds.items():
+        share = sum(bool(condition(value)) for value in values) / len(values)
+        assert share >= least, f"{kind}: {share:.3f}"
 
 
 # What they never give

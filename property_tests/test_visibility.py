@@ -1,13 +1,16 @@
 """Laws of ``visibility_words`` and of the bool form: a node sees itself and its ancestors."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
 
+import ddtree
 from ddtree.property_tests import brute_force
 from ddtree.property_tests.compare import assert_same
-from ddtree.property_tests.strategies import built_trees, draft_trees
+from ddtree.property_tests.strategies import built_trees, corrupted_masks, draft_trees, visibility_masks
 from ddtree.trees import tree_from_parents
 
 SHAPES = {
@@ -83,3 +86,32 @@ def test_bool_form_is_right_about_the_end_of_each_word(shape, N):
         for p, n in zip(parents, counts, strict=True)
     ]
     assert numbers == expected
+
+
+def words_of(mask):
+    """A bool mask (n, n) as words, by NumPy's own packing."""
+    n = len(mask)
+    padded = np.pad(mask, ((0, 0), (0, -n % 32)))
+    return np.packbits(padded, axis=-1, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def parents_of(mask):
+    """Of each node, the nearest ancestor: the largest index that it sees beside its own."""
+    others = np.argmax((mask & ~np.eye(len(mask), dtype=np.bool_))[:, ::-1], axis=-1)
+    return np.where(np.arange(len(mask)) == 0, -1, len(mask) - 1 - others).astype(np.int32)
+
+
+@given(mask=visibility_masks())
+def test_mask_and_words_say_the_same(visibility_words, mask):
+    words = visibility_words(parents_of(mask)[None], np.array([len(mask)], np.int32))
+    assert_same(words[0], words_of(mask))
+
+
+@given(case=corrupted_masks())
+def test_one_wrong_bit_is_refused_before_attention_and_its_node_named(case):
+    mask, corrupted, (row, _) = case
+    parents, n = parents_of(mask)[None], len(mask)
+    tree = replace(tree_from_parents(np.zeros_like(parents), parents), visibility_words=words_of(corrupted)[None])
+    cache = np.zeros((1, n, 2), np.float32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
+    with pytest.raises(ValueError, match=rf"tree.visibility_words\[0, {row}\] must be what the parents say"):
+        ddtree.verify_attention(np.zeros((1, n, 1, 2), np.float32), *cache, tree, scale=1.0, kv_lora_rank=1)
