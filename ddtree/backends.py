@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from ddtree.arrays import Device, array_kind, device_of
 from ddtree.protocols import OPS
 
-__all__ = ["BACKENDS", "DEFAULT_ORDER", "Backend", "BackendUnavailable", "get_backend", "select_backend"]
+__all__ = ["BACKENDS", "DEFAULT_ORDER", "Backend", "BackendUnavailable", "SIMULATED", "get_backend", "select_backend"]
 
 
 class BackendUnavailable(RuntimeError):  # noqa: N818 - it names a state, as ModuleNotFoundError does
@@ -29,10 +30,18 @@ class _Known:
     array_kind: str
 
 
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+"""Whether numba-cuda's simulator runs the kernels of numba_cuda, on NumPy arrays: it is on for a whole process."""
+
 BACKENDS: dict[str, _Known] = {
     "reference": _Known("ddtree.reference", None, "", "numpy"),
     "numba_cpu": _Known("ddtree.kernels.numba_cpu", "numba", "pip install numba", "numpy"),
-    "numba_cuda": _Known("ddtree.kernels.numba_cuda", "numba.cuda", "pip install 'ddtree[cuda13]'", "cupy"),
+    "numba_cuda": _Known(
+        "ddtree.kernels.numba_cuda",
+        "numba_cuda",
+        "pip install numba-cuda greenlet" if SIMULATED else "pip install 'ddtree[cuda13]' (or 'ddtree[cuda12]')",
+        "numpy" if SIMULATED else "cupy",
+    ),
     "cupy": _Known("ddtree.kernels.cupy", "cupy", "pip install 'ddtree[cuda13]' (or 'ddtree[cuda12]')", "cupy"),
 }
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import inspect
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ddtree.arrays import to_numpy
-from ddtree.backends import BACKENDS, get_backend
+from ddtree.backends import BACKENDS, SIMULATED, get_backend
 from ddtree.protocols import OPS
 
 WRITTEN = {("compact_cache", "kv_cache"), ("verify_attention", "out")}
@@ -40,7 +43,10 @@ class Operation:
         names = list(inspect.signature(OPS[self.name].__call__).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | kwargs
         sent = {name: _map_arrays(value, lambda a, n=name: self._send(a, n)) for name, value in given.items()}
-        result = self.function(*(sent[name] for name in names[: len(args)]), **{name: sent[name] for name in kwargs})
+        with _order_of_threads(self.backend, given):
+            result = self.function(
+                *(sent[name] for name in names[: len(args)]), **{name: sent[name] for name in kwargs}
+            )
         for name, value in given.items():
             if (self.name, name) not in WRITTEN:
                 pairs = zip(_arrays(value), _arrays(sent[name]), strict=True)
@@ -82,12 +88,26 @@ def ops_of(backend: str) -> tuple[str, ...]:
 
 def why_not(backend: str) -> str | None:
     """Why a backend cannot run on this machine; None where it can."""
+    if backend == "numba_cuda":
+        for module, library in (("numba_cuda", "numba-cuda"), *((("greenlet", "greenlet"),) if SIMULATED else ())):
+            if importlib.util.find_spec(module) is None:
+                return f"optional library {library} is not installed"
     if backend in BACKENDS and BACKENDS[backend].array_kind == "cupy":
         try:
             return None if importlib.import_module("cupy").cuda.runtime.getDeviceCount() else "no GPU"
         except Exception:  # CuPy missing, or it finds no driver: both mean that no GPU can be used from here
             return "no GPU"
     return None
+
+
+def _order_of_threads(backend: str, given: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """In the simulator, an order that the arguments decide: another for another example, the same in a replay."""
+    if backend != "numba_cuda" or not SIMULATED:
+        return contextlib.nullcontext()
+    from ddtree.kernels.numba_cuda import simulator
+
+    arrays = [array for value in given.values() for array in _arrays(value)]
+    return simulator.schedule(**simulator.order_of(zlib.crc32(b"".join(array.tobytes() for array in arrays))))
 
 
 def _arrays(value: Any) -> list[Any]:

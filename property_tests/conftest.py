@@ -20,6 +20,7 @@ COMMON = settings(
 )
 settings.register_profile("dev", COMMON, max_examples=50)
 settings.register_profile("ci", COMMON, max_examples=50, derandomize=True, print_blob=True)
+settings.register_profile("simulator", COMMON, max_examples=40)
 settings.register_profile("long", COMMON, max_examples=5_000, print_blob=True)
 PROFILE = os.environ.get("DDTREE_PROFILE", "ci" if os.environ.get("CI") == "true" else "dev")
 settings.load_profile(PROFILE)
@@ -27,6 +28,7 @@ settings.load_profile(PROFILE)
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "beside_reference: compares with the reference, so is not run on it")
+    config.addinivalue_line("markers", "large: has more threads at work than the simulator gets through in seconds")
 
 
 def pytest_report_header(config):

@@ -35,7 +35,17 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-__all__ = ["ARCHITECTURES", "ORDERS", "Limits", "SimulatorError", "active", "install", "order_of", "schedule"]
+__all__ = [
+    "ARCHITECTURES",
+    "ORDERS",
+    "Limits",
+    "SimulatorError",
+    "active",
+    "install",
+    "order_of",
+    "poisoned",
+    "schedule",
+]
 
 ORDERS = ("forward", "reverse", "shuffle")
 """Orders in which the threads of a block take turns."""
@@ -337,7 +347,7 @@ def _fail(message: str) -> NoReturn:
     raise SimulatorError(message)
 
 
-def _poisoned(shape: Any, dtype: Any) -> Any:
+def poisoned(shape: Any, dtype: Any) -> Any:
     """An array of NaN, of True, or of bytes 0x5A: values that a result cannot well be made of unnoticed."""
     array = np.empty(shape, dtype)
     if array.dtype.kind in "fc":
@@ -361,7 +371,7 @@ class _Local:
 
     def array(self, shape: Any, dtype: Any, alignment: int | None = None) -> Any:
         """Memory of one thread, poisoned."""
-        return _poisoned(shape, _dtype(dtype))
+        return poisoned(shape, _dtype(dtype))
 
 
 class _Shared:
@@ -374,7 +384,7 @@ class _Shared:
             return block.dynamic_array(dtype)
         found = block.shared.get(place)
         if found is None:
-            array = _poisoned(shape, dtype)
+            array = poisoned(shape, dtype)
             block.take_shared(array.nbytes, place)
             found = block.shared[place] = _Memory(array, block.log, f"the shared array of {_at(place)}")
         wanted = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
@@ -415,6 +425,34 @@ class _Atomic:
 
     def cas(self, array: Any, index: Any, old: Any, value: Any) -> Any:
         return array.atomic(index, _caller(2), lambda found: value if found == old else found)
+
+
+class _Libdevice:
+    """``cuda.libdevice``: what reads floats as integers, and arithmetic that is never fused."""
+
+    @staticmethod
+    def int_as_float(bits: Any) -> Any:
+        return np.uint32(int(bits) & ALL_LANES).view(np.float32)
+
+    @staticmethod
+    def float_as_int(x: Any) -> Any:
+        return np.float32(x).view(np.int32)
+
+    @staticmethod
+    def longlong_as_double(bits: Any) -> Any:
+        return np.int64(bits).view(np.float64)
+
+    @staticmethod
+    def double_as_longlong(x: Any) -> Any:
+        return np.float64(x).view(np.int64)
+
+    @staticmethod
+    def dmul_rn(x: Any, y: Any) -> Any:
+        return np.float64(x) * np.float64(y)
+
+    @staticmethod
+    def dadd_rn(x: Any, y: Any) -> Any:
+        return np.float64(x) + np.float64(y)
 
 
 class _Grid:
@@ -486,7 +524,7 @@ def _module_class(base: Any) -> Any:
     """What kernels see as ``cuda``: numba-cuda's class of that purpose, with what waits or allocates replaced."""
 
     class Module(base):
-        local, shared, atomic, cg = _Local(), _Shared(), _Atomic(), _Groups()
+        local, shared, atomic, cg, libdevice = _Local(), _Shared(), _Atomic(), _Groups(), _Libdevice
 
         @property
         def threadIdx(self) -> _Dim3:  # noqa: N802 - CUDA's name
@@ -593,7 +631,7 @@ class _Block:
         self.alive: list[_Thread] = []
         self.shared: dict[Place, _Memory] = {}
         self.static_bytes = 0
-        self.dynamic = _poisoned(launch.dynamic_bytes, np.dtype(np.uint8)) if launch.dynamic_bytes else None
+        self.dynamic = poisoned(launch.dynamic_bytes, np.dtype(np.uint8)) if launch.dynamic_bytes else None
         self.log = _Log(starts_empty=True)
 
     def take_shared(self, nbytes: int, place: Place) -> None:
