@@ -13,7 +13,7 @@ from typing import Any
 from ddtree.arrays import Device, array_kind, device_of
 from ddtree.protocols import OPS
 
-__all__ = ["BACKENDS", "DEFAULT_ORDER", "Backend", "BackendUnavailable", "SIMULATED", "get_backend", "select_backend"]
+__all__ = ["BACKENDS", "DEFAULT_ORDER", "SIMULATED", "Backend", "BackendUnavailable", "get_backend", "select_backend"]
 
 
 class BackendUnavailable(RuntimeError):  # noqa: N818 - it names a state, as ModuleNotFoundError does

@@ -13,8 +13,11 @@ from typing import Any
 
 __all__ = [
     "accept_tree",
+    "build_tree",
     "compact_cache",
+    "topk_log_probs",
     "tree_positions",
+    "verify_attention",
     "visibility_words",
 ]
 

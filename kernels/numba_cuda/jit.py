@@ -1,7 +1,7 @@
 """How the kernels here are compiled and launched: on a GPU through CuPy's arrays and stream, or in the simulator.
 
-Kernel modules take ``cuda`` from here, since numba-cuda may need a hand before its first import. On a GPU the arrays are
-CuPy's, on the device and the stream that CuPy works on now; nothing is copied and nothing is waited for. In the
+Kernel modules take ``cuda`` from here, since numba-cuda may need a hand before its first import. On a GPU the arrays
+are CuPy's, on the device and the stream that CuPy works on now; nothing is copied and nothing is waited for. In the
 simulator they are NumPy's.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 # numba-cuda 0.30 names numpy.row_stack at its first compilation. NumPy 2.5 removed that alias of vstack, and before,
 # naming it warns.
 if "row_stack" not in vars(np):
-    np.row_stack = np.vstack  # type: ignore[attr-defined]
+    np.row_stack = np.vstack  # noqa: NPY201
 
 from numba import cuda
 from numba.cuda.core import config
@@ -101,7 +101,7 @@ def launch(kernel: Any, blocks: int, block: int, *arguments: Any) -> None:
 
 
 def _on_device(argument: Any) -> Any:
-    """An argument of a kernel; of an array, the same memory. CuPy's stream is ours too, so there is nothing to wait for."""
+    """Return an argument as numba takes it; of an array, the same memory. CuPy's stream is ours: nobody need wait."""
     return cuda.as_cuda_array(argument, sync=False) if hasattr(argument, "__cuda_array_interface__") else argument
 
 

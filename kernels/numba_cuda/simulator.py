@@ -172,80 +172,90 @@ class _Wait:
 class _Access(NamedTuple):
     """A read or a write: by whom, when, and where in the code."""
 
-    block: int
-    epoch: int  # barriers of the block before it
-    thread: int
+    thread: Any
+    epoch: object  # a token that the block changes at each barrier
     clock: int  # warp operations of the thread before it, and 1
     place: Place
-    atomic: bool
+    atomic: bool = False
 
 
 class _Element:
     """The accesses to one element that a later one may race with."""
 
-    __slots__ = ("first_read", "reads", "write")
+    __slots__ = ("epoch", "first_read", "reads", "write")
 
     def __init__(self) -> None:
         self.write: _Access | None = None
         self.first_read: _Access | None = None  # of all blocks
-        self.reads: dict[int, _Access] = {}  # of each thread, in the last epoch with a read
+        self.epoch: object = None  # the last one with a read, and its reads, one a thread: (clock, place)
+        self.reads: dict[Any, tuple[int, Place]] = {}
 
 
 class _Log:
-    """Accesses to one memory, by address: all arrays that a launch was given, or what a block shares."""
+    """Accesses to one memory, by address: all arrays that a launch was given, or what a block shares.
+
+    Every access of every thread comes by here, so what is known to be harmless is passed quickly.
+    """
 
     def __init__(self, starts_empty: bool) -> None:
         self.elements: dict[int, _Element] = {}
         self.starts_empty = starts_empty  # reading what nobody has written is an error
 
-    def read(self, thread: Any, key: int, place: Place, name: Callable[[], str]) -> None:
+    def read(self, memory: _Memory, index: Any, key: int, place: Place) -> None:
+        thread = getcurrent()
         element = self.elements.get(key)
         if element is None:
             element = self.elements[key] = _Element()
         write = element.write
         if write is None:
             if self.starts_empty:
-                _fail(f"{_who(thread)} reads {name()} at {_at(place)}, which nobody has written")
-        elif write.thread != thread.number or write.block != thread.block.number:
-            self._check(thread, write, "reads", "wrote", place, name)
-        access = _Access(thread.block.number, thread.block.epoch, thread.number, thread.clock, place, False)
-        if element.first_read is None:
-            element.first_read = access
-        reads = element.reads
-        if reads and next(iter(reads.values()))[:2] != access[:2]:
-            reads.clear()
-        reads[thread.number] = access
+                _fail(f"{_who(thread)} reads {memory.named(index)} at {_at(place)}, which nobody has written")
+        elif write[0] is not thread:
+            self._check(thread, write, "reads", "wrote", place, memory, index)
+        epoch = thread.block.epoch
+        if element.epoch is not epoch:
+            element.epoch, element.reads = epoch, {}
+            if element.first_read is None:
+                element.first_read = _Access(thread, epoch, thread.clock, place)
+        element.reads[thread] = thread.clock, place
 
-    def write(self, thread: Any, key: int, place: Place, name: Callable[[], str], atomic: bool = False) -> None:
+    def write(self, memory: _Memory, index: Any, key: int, place: Place, atomic: bool = False) -> None:
+        thread = getcurrent()
         element = self.elements.get(key)
         if element is None:
             element = self.elements[key] = _Element()
-        write, first, number = element.write, element.first_read, thread.block.number
-        if write is not None and not (atomic and write.atomic):
-            self._check(thread, write, "writes", "wrote", place, name)
+        write, first = element.write, element.first_read
+        if write is not None and write[0] is not thread and not (atomic and write.atomic):
+            self._check(thread, write, "writes", "wrote", place, memory, index)
         if first is not None:
-            if first.block != number:
-                self._check(thread, first, "writes", "read", place, name)
-            for read in element.reads.values():
-                self._check(thread, read, "writes", "read", place, name)
-        element.write = _Access(number, thread.block.epoch, thread.number, thread.clock, place, atomic)
+            if first.thread.block is not thread.block:
+                self._check(thread, first, "writes", "read", place, memory, index)
+            if element.epoch is thread.block.epoch:
+                for reader, (clock, where) in element.reads.items():
+                    if reader is not thread:
+                        read = _Access(reader, element.epoch, clock, where)
+                        self._check(thread, read, "writes", "read", place, memory, index)
+        element.write = _Access(thread, thread.block.epoch, thread.clock, place, atomic)
 
     @staticmethod
-    def _check(thread: Any, other: _Access, does: str, did: str, place: Place, name: Callable[[], str]) -> None:
-        """Fail unless ``other`` is known to have happened before what ``thread`` does now."""
-        block = thread.block
-        if other.block != block.number:
+    def _check(thread: Any, other: _Access, does: str, did: str, place: Place, memory: _Memory, index: Any) -> None:
+        """Fail unless ``other``, of another thread, is known to have happened before what ``thread`` does now."""
+        before, block = other.thread, thread.block
+        if before.block is not block:
             why = "and blocks have no order"
-        elif other.thread == thread.number or other.epoch < block.epoch:
+        elif other.epoch is not block.epoch:
             return
-        elif other.thread // 32 != thread.number // 32:
+        elif before.number // 32 != thread.number // 32:
             why = "and no barrier stands between"
-        elif thread.known[other.thread % 32] >= other.clock:
+        elif thread.known[before.number % 32] >= other.clock:
             return
         else:
             why = "and neither a barrier nor a warp operation of both stands between"
-        whose = f"thread {other.thread}" if other.block == block.number else f"thread {other.thread} of another block"
-        _fail(f"race: {_who(thread)} {does} {name()} at {_at(place)}, which {whose} {did} at {_at(other.place)}, {why}")
+        whose = _who(before) if before.block is block else f"{_who(before)} of another block"
+        _fail(
+            f"race: {_who(thread)} {does} {memory.named(index)} at {_at(place)}, which {whose} {did} at "
+            f"{_at(other.place)}, {why}"
+        )
 
 
 class _Memory:
@@ -274,15 +284,16 @@ class _Memory:
             self._fail_index(index)
         return int(self._base + int(index) * self._strides[0])
 
-    def _fail_index(self, index: Any) -> NoReturn:
-        shown = index if isinstance(index, tuple) else (index,)
-        _fail(
-            f"{_who(getcurrent())} uses index [{', '.join(map(str, shown))}] of {self._name}, whose shape is "
-            f"{self.shape}, at {_at(_kernel_place())}"
-        )
+    def named(self, index: Any) -> str:
+        """An element, for a message."""
+        return f"{self._name}[{', '.join(map(str, index if isinstance(index, tuple) else (index,)))}]"
 
-    def _named(self, index: Any) -> Callable[[], str]:
-        return lambda: f"{self._name}[{', '.join(map(str, index if isinstance(index, tuple) else (index,)))}]"
+    def _fail_index(self, index: Any) -> NoReturn:
+        shown = ", ".join(map(str, index if isinstance(index, tuple) else (index,)))
+        _fail(
+            f"{_who(getcurrent())} uses index [{shown}] of {self._name}, whose shape is {self.shape}, at "
+            f"{_at(_kernel_place())}"
+        )
 
     def __getitem__(self, index: Any) -> Any:
         try:
@@ -293,19 +304,17 @@ class _Memory:
             return _Memory(value, self._log, self._name)
         key = self._key(index)
         if self._log is not None:
-            self._log.read(getcurrent(), key, _caller(2), self._named(index))
+            frame = sys._getframe(1)
+            self._log.read(self, index, key, (frame.f_code, frame.f_lasti))
         return value
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if (
-            isinstance(index, slice)
-            or (type(index) is tuple and len(index) < self.ndim)
-            or (type(index) is not tuple and self.ndim > 1)
-        ):
+        if isinstance(index, slice) or (len(index) if type(index) is tuple else 1) < self.ndim:
             _fail(f"{self._name}: only single elements are assigned in the simulator, at {_at(_caller(2))}")
         key = self._key(index)
         if self._log is not None:
-            self._log.write(getcurrent(), key, _caller(2), self._named(index))
+            frame = sys._getframe(1)
+            self._log.write(self, index, key, (frame.f_code, frame.f_lasti))
         try:
             self._array[index] = value
         except IndexError:
@@ -317,11 +326,12 @@ class _Memory:
             old = self._array[index]
         except IndexError:
             self._fail_index(index)
-        key = self._key(index)
-        if self._log is not None:
-            if self._log.starts_empty and (key not in self._log.elements or self._log.elements[key].write is None):
-                _fail(f"{_who(getcurrent())} adds to {self._named(index)()} at {_at(place)}, which nobody has written")
-            self._log.write(getcurrent(), key, place, self._named(index), atomic=True)
+        key, log = self._key(index), self._log
+        if log is not None:
+            element = log.elements.get(key)
+            if log.starts_empty and (element is None or element.write is None):
+                _fail(f"{_who(getcurrent())} changes {self.named(index)} at {_at(place)}, which nobody has written")
+            log.write(self, index, key, place, atomic=True)
         self._array[index] = change(old)
         return old
 
@@ -489,8 +499,8 @@ def _warp(kind: str, mask: int, value: Any, place: Place) -> dict[int, Any]:
             f"{_who(thread)} calls {kind} with mask 0x{mask:08x}, which excludes its own lane {lane}, at {_at(place)}"
         )
     first, last = thread.number - lane, thread.block.threads - 1
-    beyond = [i for i in range(32) if mask >> i & 1 and first + i > last]
-    if beyond:
+    if mask >> (last - first + 1):
+        beyond = [i for i in range(last - first + 1, 32) if mask >> i & 1]
         _fail(
             f"{_who(thread)} calls {kind} with mask 0x{mask:08x} at {_at(place)}: lanes {_numbers(beyond)} are behind "
             f"the block's last thread, {last}"
@@ -618,7 +628,7 @@ if greenlet is not None:
         wait: Any  # what it waits for, a _Wait, or None
         result: Any
         clock: int  # its warp operations so far, and 1
-        known: list[int]  # of each lane of its warp, the clock up to which this thread comes after that one
+        known: tuple[int, ...]  # of each lane of its warp, the clock up to which this thread comes after that one
 
 
 class _Block:
@@ -626,7 +636,7 @@ class _Block:
 
     def __init__(self, launch: _Launch, number: int, index: _Dim3):
         self.launch, self.number, self.index = launch, number, index
-        self.epoch = 0  # barriers so far
+        self.epoch = object()  # another one after each barrier
         self.threads = launch.block_dim.x * launch.block_dim.y * launch.block_dim.z
         self.alive: list[_Thread] = []
         self.shared: dict[Place, _Memory] = {}
@@ -667,7 +677,7 @@ class _Block:
             thread.gr_context = context.copy()
             thread.number, thread.block, thread.wait, thread.clock = number, self, None, 1
             thread.index = _Dim3(number % dim.x, number // dim.x % dim.y, number // (dim.x * dim.y))
-            thread.known = [0] * 32
+            thread.known = (0,) * 32
             self.alive.append(thread)
         ready = list(self.alive)
         try:
@@ -676,8 +686,7 @@ class _Block:
                     shuffle(ready)
                 elif options.order == "reverse":
                     ready.reverse()
-                for thread in ready:
-                    self._step(thread)
+                self._take_turns(ready)
                 self.alive = [thread for thread in self.alive if not thread.dead]
                 ready = self._released() if self.alive else []
         finally:
@@ -685,13 +694,17 @@ class _Block:
                 if not thread.dead:
                     thread.throw(GreenletExit)
 
-    def _step(self, thread: _Thread) -> None:
+    def _take_turns(self, ready: list[_Thread]) -> None:
+        """Run each thread until it waits or returns."""
+        thread = None
         try:
-            thread.switch()
+            for thread in ready:
+                thread.switch()
         except SimulatorError:
             raise
         except Exception as error:
-            error.add_note(f"in the simulator: thread {tuple(thread.index)} of block {tuple(self.index)}")
+            if thread is not None:
+                error.add_note(f"in the simulator: thread {tuple(thread.index)} of block {tuple(self.index)}")
             raise
 
     def _released(self) -> list[_Thread]:
@@ -717,12 +730,14 @@ class _Block:
     def _meet_in_warp(self, lanes: list[_Thread]) -> None:
         self._check_one_place(lanes)
         values = {thread.number % 32: thread.wait.value for thread in lanes}
-        # After the operation each lane comes after all that the others did or knew of before it.
+        # After the operation each lane comes after all that the others did, or knew of, before it.
+        if len(lanes) == 32:
+            known = tuple(thread.clock for thread in lanes)
+        else:
+            clocks = {thread.number % 32: thread.clock for thread in lanes}
+            known = tuple(max(clocks.get(i, 0), *(thread.known[i] for thread in lanes)) for i in range(32))
         for thread in lanes:
-            thread.known[thread.number % 32] = thread.clock
-        known = list(map(max, *(thread.known for thread in lanes))) if len(lanes) > 1 else lanes[0].known
-        for thread in lanes:
-            thread.result, thread.wait, thread.known = values, None, list(known)
+            thread.result, thread.wait, thread.known = values, None, known
             thread.clock += 1
 
     def _meet_at_barrier(self) -> None:
@@ -735,7 +750,7 @@ class _Block:
             )
         self._check_one_place(self.alive)
         values = [thread.wait.value for thread in self.alive]
-        self.epoch += 1
+        self.epoch = object()
         for thread in self.alive:
             thread.result, thread.wait = values, None
 
