@@ -14,6 +14,7 @@ from typing import Any
 __all__ = [
     "accept_tree",
     "build_tree",
+    "choose_tokens",
     "compact_cache",
     "topk_log_probs",
     "tree_positions",
