@@ -4,9 +4,9 @@ Bit for bit the reference's choices. Logarithm, exponential and generator are th
 same sequence of operations. Compilers for GPUs fuse a multiplication and an addition into one operation that rounds
 once, which changes last bits, so multiplications here are ``dmul_rn``, which is never fused.
 
-Where a nucleus ends is found as the K-th best of ``topk_log_probs`` is, by radix selection: of masses instead of counts,
-and masses are integers, so no order of adding changes them. Of the tokens at its end, the lowest ids are kept: each
-warp looks through a contiguous part of the row, so counts of the parts before it tell which are the first ones.
+Where a nucleus ends is found as the K-th best of ``topk_log_probs`` is, by radix selection: of masses instead of
+counts, and masses are integers, so no order of adding changes them. Of the tokens at its end, the lowest ids are kept:
+each warp looks through a contiguous part of the row, so counts of the parts before it tell which are the first ones.
 """
 
 import functools
@@ -43,6 +43,9 @@ LEAST_MASS = -28.0
 
 SHIFTER = 1.5 * 2.0**52
 """Adding and subtracting it rounds a small float64 to the nearest integer, of two the even one."""
+
+NONE = np.iinfo(np.int64).min
+"""Less than the number of any logit."""
 
 L1, L2, L3, L4, L5, L6, L7 = LOG_COEFFICIENTS
 E1, E2, E3, E4, E5 = EXP_COEFFICIENTS
@@ -156,7 +159,7 @@ def kernel_for(kind: str) -> Any:
         for v in range(t, V, threads_here):
             x = np.float64(load(logits[row, v]))
             if x != x:
-                x = np.inf
+                x = np.float64(np.inf)
             if x > top:
                 top, token = x, np.int64(v)
         top, token = first_greatest(top, token, values, ids)
@@ -165,8 +168,9 @@ def kernel_for(kind: str) -> Any:
             token = np.int64(-1)
 
         if usable and temperature > 0:  # alike in all threads of the block
-            # Kept are all tokens above ``last``, and of those equal to it the first ``ties``.
-            last, ties = np.int64(-0x8000000000000000), np.int64(V)
+            # Kept are all tokens above ``last``, and of those equal to it the first, while less than ``left`` lies
+            # before them; without a nucleus, ``last`` is below all.
+            last, left = np.int64(NONE), np.int64(0)
             if top_p < 1:
                 total = np.int64(0)
                 for v in range(t, V, threads_here):
@@ -222,12 +226,11 @@ def kernel_for(kind: str) -> Any:
 
             part = (V + 32 * warps - 1) // (32 * warps) * 32
             first, end = min(warp * part, V), min((warp + 1) * part, V)
-            equal, mass = np.int64(0), np.int64(0)
-            if last > -0x8000000000000000:
+            equal = np.int64(0)
+            if last > NONE:
                 for v in range(first + lane, end, 32):
                     z = (np.float64(load(logits[row, v])) - top) / temperature
-                    if number64(z) == last:
-                        equal, mass = equal + 1, mass_of(z)
+                    equal += 1 if number64(z) == last else 0
                 equal = sum_of_lanes(equal)
                 # All threads are through with the masses that stood in the same place.
                 cuda.syncthreads()
@@ -246,7 +249,7 @@ def kernel_for(kind: str) -> Any:
                 z = (np.float64(load(logits[row, v])) - top) / temperature if v < end else -np.inf
                 number = number64(z)
                 kept = z > -np.inf and number > last
-                if last > -0x8000000000000000:
+                if last > NONE:
                     tied = v < end and number == last
                     tied_lanes = cuda.ballot_sync(ALL, tied)
                     if tied:

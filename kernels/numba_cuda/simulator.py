@@ -211,7 +211,12 @@ class _Log:
             if self.starts_empty:
                 _fail(f"{_who(thread)} reads {memory.named(index)} at {_at(place)}, which nobody has written")
         elif write[0] is not thread:
-            self._check(thread, write, "reads", "wrote", place, memory, index)
+            writer, before = write[0], write[1]
+            # Known to come after it: a barrier stands between, or a warp operation of both. Else look closer.
+            if writer.block is not thread.block or (
+                before is thread.block.epoch and (writer.warp != thread.warp or thread.known[writer.lane] < write[2])
+            ):
+                self._check(thread, write, "reads", "wrote", place, memory, index)
         epoch = thread.block.epoch
         if element.epoch is not epoch:
             element.epoch, element.reads = epoch, {}
@@ -245,9 +250,9 @@ class _Log:
             why = "and blocks have no order"
         elif other.epoch is not block.epoch:
             return
-        elif before.number // 32 != thread.number // 32:
+        elif before.warp != thread.warp:
             why = "and no barrier stands between"
-        elif thread.known[before.number % 32] >= other.clock:
+        elif thread.known[before.lane] >= other.clock:
             return
         else:
             why = "and neither a barrier nor a warp operation of both stands between"
@@ -302,7 +307,12 @@ class _Memory:
             self._fail_index(index)
         if isinstance(value, np.ndarray):  # fewer indices than axes, or a slice
             return _Memory(value, self._log, self._name)
-        key = self._key(index)
+        if type(index) is tuple:
+            key = self._key(index)
+        elif index < 0:
+            self._fail_index(index)
+        else:
+            key = self._base + int(index) * self._strides[0]
         if self._log is not None:
             frame = sys._getframe(1)
             self._log.read(self, index, key, (frame.f_code, frame.f_lasti))
@@ -493,7 +503,7 @@ def _barrier(kind: str, value: Any, place: Place) -> list[Any]:
 def _warp(kind: str, mask: int, value: Any, place: Place) -> dict[int, Any]:
     """Wait for the lanes of ``mask``; the value of each."""
     thread, mask = getcurrent(), int(mask) & ALL_LANES
-    lane = thread.number % 32
+    lane = thread.lane
     if not mask >> lane & 1:
         _fail(
             f"{_who(thread)} calls {kind} with mask 0x{mask:08x}, which excludes its own lane {lane}, at {_at(place)}"
@@ -518,7 +528,7 @@ def _signed(bits: int) -> int:
 def _shuffle(kind: str, mask: int, value: Any, source: Callable[[int], int]) -> Any:
     """The value of lane ``source(own lane)``; the own one where there is no such lane."""
     thread, place = getcurrent(), _caller(3)
-    of = source(thread.number % 32)
+    of = source(thread.lane)
     values = _warp(kind, mask, value, place)
     if not 0 <= of < 32:
         return value
@@ -546,7 +556,7 @@ def _module_class(base: Any) -> Any:
 
         @property
         def laneid(self) -> int:
-            return getcurrent().number % 32
+            return getcurrent().lane
 
         def syncthreads(self) -> None:
             _barrier("syncthreads", None, _caller(2))
@@ -623,6 +633,8 @@ if greenlet is not None:
         """A CUDA thread."""
 
         number: int
+        warp: int
+        lane: int
         index: _Dim3
         block: _Block
         wait: Any  # what it waits for, a _Wait, or None
@@ -676,6 +688,7 @@ class _Block:
             thread = _Thread(lambda: function(*args), hub)
             thread.gr_context = context.copy()
             thread.number, thread.block, thread.wait, thread.clock = number, self, None, 1
+            thread.warp, thread.lane = number // 32, number % 32
             thread.index = _Dim3(number % dim.x, number // dim.x % dim.y, number // (dim.x * dim.y))
             thread.known = (0,) * 32
             self.alive.append(thread)
@@ -714,7 +727,7 @@ class _Block:
         for thread in self.alive:
             wait = thread.wait
             if wait.mask is not None:
-                groups.setdefault((thread.number // 32, wait.mask, wait.kind), []).append(thread)
+                groups.setdefault((thread.warp, wait.mask, wait.kind), []).append(thread)
         for (_, mask, _kind), lanes in groups.items():
             assert mask is not None
             if len(lanes) == mask.bit_count():
@@ -729,12 +742,12 @@ class _Block:
 
     def _meet_in_warp(self, lanes: list[_Thread]) -> None:
         self._check_one_place(lanes)
-        values = {thread.number % 32: thread.wait.value for thread in lanes}
+        values = {thread.lane: thread.wait.value for thread in lanes}
         # After the operation each lane comes after all that the others did, or knew of, before it.
         if len(lanes) == 32:
             known = tuple(thread.clock for thread in lanes)
         else:
-            clocks = {thread.number % 32: thread.clock for thread in lanes}
+            clocks = {thread.lane: thread.clock for thread in lanes}
             known = tuple(max(clocks.get(i, 0), *(thread.known[i] for thread in lanes)) for i in range(32))
         for thread in lanes:
             thread.result, thread.wait, thread.known = values, None, known
@@ -844,7 +857,9 @@ def _call(kernel: Any, *args: Any) -> Any:
     """What calling a simulated kernel or device function does."""
     global _launch
     if _launch is not None:
-        _launch.enter(kernel.fn)
+        if kernel.entered is not _launch:
+            _launch.enter(kernel.fn)
+            kernel.entered = _launch
         return kernel.fn(*args)
     if kernel._device or kernel.grid_dim is None:
         _fail(f"{kernel.fn.__name__} must be called in a kernel, or launched with a grid and a block")
@@ -886,6 +901,7 @@ def install() -> None:
         raise ImportError(f"the simulator does not fit numba-cuda {version('numba-cuda')}: {problem}")
     module = _module_class(kernelapi.FakeCUDAModule)
     kernel.FakeCUDAKernel._ddtree_module = module
+    kernel.FakeCUDAKernel.entered = None  # the last launch in which a device function was called
     kernel.FakeCUDAKernel.__call__, kernel.FakeCUDAKernel.__getitem__ = _call, _configured
 
 
