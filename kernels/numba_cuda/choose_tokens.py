@@ -145,8 +145,13 @@ def kernel_for(kind: str) -> Any:
     load = LOADS[kind]
 
     @cuda.jit
-    def choose(logits, temperature, top_p, key0, key1, request_ids, positions, chosen):  # type: ignore[no-untyped-def]
-        """Choose in row ``blockIdx.x``; ``request_ids`` (rows,) and ``positions`` (rows,) are for sampling alone."""
+    def choose(  # type: ignore[no-untyped-def]
+        logits, temperature, top_p, key0, key1, request_ids, numbered, positions, chosen
+    ):
+        """Choose in row ``blockIdx.x`` of (B · N, V); where ``numbered``, a request's id is its index.
+
+        ``request_ids`` (B,) and ``positions`` (B, N) are read in sampling alone.
+        """
         row, V = cuda.blockIdx.x, logits.shape[1]
         t, lane, threads_here = cuda.threadIdx.x, cuda.laneid, cuda.blockDim.x
         warp, warps = t // 32, cuda.blockDim.x // 32
@@ -243,7 +248,9 @@ def kernel_for(kind: str) -> Any:
                     equal += counts[w]
 
             best, token = -np.inf, np.int64(V)
-            position, request_id = np.uint64(positions[row]) & LOW, np.uint64(request_ids[row])
+            b = row // positions.shape[1]
+            position = np.uint64(positions[b, row % positions.shape[1]]) & LOW
+            request_id = np.uint64(b) if numbered else np.uint64(request_ids[b])
             for start in range(first, end, 32):
                 v = start + lane
                 z = (np.float64(load(logits[row, v])) - top) / temperature if v < end else -np.inf
@@ -283,14 +290,6 @@ def choose_tokens(
     if V == 0:
         chosen.fill(-1)
     elif chosen.size:
-        ids, places = empty((B, N), np.int64), empty((B, N), np.int32)
-        if temperature > 0:
-            if request_ids is None:
-                for b in range(B):
-                    ids[b] = b
-            else:
-                ids[...] = request_ids[:, None]
-            places[...] = positions
         launch(
             kernel_for(kind_of(logits)),
             B * N,
@@ -298,6 +297,9 @@ def choose_tokens(
             raw(contiguous(logits)).reshape(B * N, V),
             *(np.float64(temperature), np.float64(top_p)),
             *(np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)),
-            *(as_array(ids, np.int64).reshape(B * N), as_array(places, np.int32).reshape(B * N), chosen),
+            as_array(empty((1,), np.int64) if request_ids is None else request_ids, np.int64),
+            request_ids is None,
+            as_array(empty((B, N), np.int32) if positions is None else positions, np.int32),
+            chosen,
         )
     return chosen.reshape(B, N)
