@@ -25,7 +25,7 @@ class _Known:
     """Where a backend of ours is, and what it needs."""
 
     module: str
-    requires: str | None  # the library, as imported
+    requires: tuple[str, ...]  # libraries, as imported
     install: str  # the command that brings it
     array_kind: str
 
@@ -34,15 +34,15 @@ SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
 """Whether numba-cuda's simulator runs the kernels of numba_cuda, on NumPy arrays: it is on for a whole process."""
 
 BACKENDS: dict[str, _Known] = {
-    "reference": _Known("ddtree.reference", None, "", "numpy"),
-    "numba_cpu": _Known("ddtree.kernels.numba_cpu", "numba", "pip install numba", "numpy"),
+    "reference": _Known("ddtree.reference", (), "", "numpy"),
+    "numba_cpu": _Known("ddtree.kernels.numba_cpu", ("numba",), "pip install numba", "numpy"),
     "numba_cuda": _Known(
         "ddtree.kernels.numba_cuda",
-        "numba_cuda",
+        ("numba_cuda", "greenlet") if SIMULATED else ("numba_cuda",),
         "pip install numba-cuda greenlet" if SIMULATED else "pip install 'ddtree[cuda13]' (or 'ddtree[cuda12]')",
         "numpy" if SIMULATED else "cupy",
     ),
-    "cupy": _Known("ddtree.kernels.cupy", "cupy", "pip install 'ddtree[cuda13]' (or 'ddtree[cuda12]')", "cupy"),
+    "cupy": _Known("ddtree.kernels.cupy", ("cupy",), "pip install 'ddtree[cuda13]' (or 'ddtree[cuda12]')", "cupy"),
 }
 
 DEFAULT_ORDER: dict[str, tuple[str, ...]] = {"cpu": ("numba_cpu", "reference"), "cuda": ("cupy",)}
@@ -123,12 +123,12 @@ def get_backend(spec: str) -> Backend:
     """
     known = BACKENDS.get(spec)
     if known is not None:
-        if known.requires is not None:
+        for library in known.requires:
             try:
-                importlib.import_module(known.requires)
+                importlib.import_module(library)
             except ImportError as error:
                 raise BackendUnavailable(
-                    f"backend {spec!r} needs {known.requires}, which cannot be imported ({error}): {known.install}"
+                    f"backend {spec!r} needs {library}, which cannot be imported ({error}): {known.install}"
                 ) from error
         return Backend(spec, importlib.import_module(known.module), known.array_kind)
 
