@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 # where this venv's packages are up to date with pyproject.toml
 STAMP := $(VENV)/.installed
 
+# the numba.cuda kernels in the simulator, which is on or off for a whole process
+SIMULATOR = NUMBA_ENABLE_CUDASIM=1 DDTREE_PROFILE=simulator OPENBLAS_NUM_THREADS=1 \
+  $(BIN)/python -m pytest -n auto -m "not large" --ddtree-backend numba_cuda
+
 .PHONY: demo test lint bench clean
 
 demo: $(STAMP)
@@ -13,6 +17,7 @@ demo: $(STAMP)
 # one BLAS thread a process: the test processes keep the cores busy already
 test: $(STAMP)
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	$(SIMULATOR)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

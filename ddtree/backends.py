@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -13,7 +14,7 @@ from typing import Any
 from ddtree.arrays import Device, array_kind, device_of
 from ddtree.protocols import OPS
 
-__all__ = ["BACKENDS", "DEFAULT_ORDER", "Backend", "BackendUnavailable", "get_backend", "select_backend"]
+__all__ = ["BACKENDS", "DEFAULT_ORDER", "SIMULATED", "Backend", "BackendUnavailable", "get_backend", "select_backend"]
 
 
 class BackendUnavailable(RuntimeError):  # noqa: N818 - it names a state, as ModuleNotFoundError does
@@ -25,18 +26,24 @@ class _Known:
     """Where a backend of ours is, and what it needs."""
 
     module: str
-    requires: str | None  # the library, as imported
+    requires: tuple[str, ...]  # libraries, as imported
     install: str  # the command that brings it
     array_kind: str
 
 
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+"""Whether numba-cuda's simulator runs the kernels of numba_cuda, on NumPy arrays: it is on for a whole process."""
+
 BACKENDS: dict[str, _Known] = {
-    "reference": _Known("ddtree.reference", None, "", "numpy"),
-    "numba_cpu": _Known("ddtree.kernels.numba_cpu", "numba", "pip install numba", "numpy"),
+    "reference": _Known("ddtree.reference", (), "", "numpy"),
+    "numba_cpu": _Known("ddtree.kernels.numba_cpu", ("numba",), "pip install numba", "numpy"),
     "numba_cuda": _Known(
-        "ddtree.kernels.numba_cuda", "numba.cuda", "pip install 'numba-cuda[cu13]' cupy-cuda13x", "cupy"
+        "ddtree.kernels.numba_cuda",
+        ("numba_cuda", "greenlet") if SIMULATED else ("numba_cuda",),
+        "pip install numba-cuda greenlet" if SIMULATED else "pip install 'numba-cuda[cu13]' cupy-cuda13x",
+        "numpy" if SIMULATED else "cupy",
     ),
-    "cupy": _Known("ddtree.kernels.cupy", "cupy", "pip install cupy-cuda13x (or cupy-cuda12x)", "cupy"),
+    "cupy": _Known("ddtree.kernels.cupy", ("cupy",), "pip install cupy-cuda13x (or cupy-cuda12x)", "cupy"),
 }
 
 DEFAULT_ORDER: dict[str, tuple[str, ...]] = {"cpu": ("numba_cpu", "reference"), "cuda": ("cupy",)}
@@ -119,12 +126,12 @@ def get_backend(spec: str) -> Backend:
     """
     known = BACKENDS.get(spec)
     if known is not None:
-        if known.requires is not None:
+        for library in known.requires:
             try:
-                importlib.import_module(known.requires)
+                importlib.import_module(library)
             except ImportError as error:
                 raise BackendUnavailable(
-                    f"backend {spec!r} needs {known.requires}, which cannot be imported ({error}): {known.install}"
+                    f"backend {spec!r} needs {library}, which cannot be imported ({error}): {known.install}"
                 ) from error
         return Backend(spec, importlib.import_module(known.module), known.array_kind)
 

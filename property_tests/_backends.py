@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ddtree.arrays import export_array, to_numpy
-from ddtree.backends import BACKENDS, get_backend
+from ddtree.backends import BACKENDS, SIMULATED, get_backend
 from ddtree.property_tests.cases import KEYWORDS, PARAMETERS, Case, map_arrays, named_leaves
 from ddtree.protocols import OPS
 
@@ -64,7 +66,8 @@ class Operation:
     def _call(self, given: dict[str, Any]) -> Any:
         sent = {name: map_arrays(value, functools.partial(self._send, name)) for name, value in given.items()}
         by_name = {name: value for name, value in sent.items() if name in KEYWORDS[self.name]}
-        result = self.function(*(value for name, value in sent.items() if name not in by_name), **by_name)
+        with _order_of_threads(self.backend, given):
+            result = self.function(*(value for name, value in sent.items() if name not in by_name), **by_name)
         for name, value in given.items():
             if (self.name, name) not in WRITTEN:
                 pairs = zip(_arrays(value), _arrays(sent[name]), strict=True)
@@ -120,6 +123,10 @@ def kind_of(backend: str) -> str:
 
 def why_not(backend: str) -> str | None:
     """Why a backend cannot run on this machine; None where it can."""
+    if backend == "numba_cuda":
+        for module, library in (("numba_cuda", "numba-cuda"), *((("greenlet", "greenlet"),) if SIMULATED else ())):
+            if importlib.util.find_spec(module) is None:
+                return f"optional library {library} is not installed"
     kind = kind_of(backend)
     if kind == "cupy":
         try:
@@ -129,6 +136,16 @@ def why_not(backend: str) -> str | None:
     if kind == "torch" and importlib.util.find_spec("torch") is None:
         return "optional library torch is not installed"
     return None
+
+
+def _order_of_threads(backend: str, given: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """In the simulator, an order that the arguments decide: another for another example, the same in a replay."""
+    if backend != "numba_cuda" or not SIMULATED:
+        return contextlib.nullcontext()
+    from ddtree.kernels.numba_cuda import simulator
+
+    arrays = [array for value in given.values() for array in _arrays(value)]
+    return simulator.schedule(**simulator.order_of(zlib.crc32(b"".join(array.tobytes() for array in arrays))))
 
 
 def _arrays(value: Any) -> list[Any]:

@@ -28,7 +28,10 @@ COMMON = settings(
 )
 settings.register_profile("dev", COMMON, max_examples=50)
 settings.register_profile("ci", COMMON, max_examples=50, derandomize=True, print_blob=True)
+settings.register_profile("simulator", COMMON, max_examples=40)  # or SIMULATED_EXAMPLES, where they are cheap
 settings.register_profile("long", COMMON, max_examples=5_000, print_blob=True)
+SIMULATED_EXAMPLES = {"accept_tree": 110, "compact_cache": 110, "tree_positions": 110, "visibility_words": 110}
+"""Examples a law in the profile ``simulator``, of the operations in which threads do little and never wait long."""
 PROFILE = os.environ.get("DDTREE_PROFILE", "ci" if os.environ.get("CI") == "true" else "dev")
 settings.load_profile(PROFILE)
 
@@ -43,6 +46,7 @@ CARRIERS = {
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "beside_reference: compares with the reference, so is not run on it")
+    config.addinivalue_line("markers", "large: has more threads at work than the simulator gets through in seconds")
     examples = config.getoption("--ddtree-examples")
     if examples is not None:
         settings.register_profile("examples", settings.get_profile(PROFILE), max_examples=examples)
@@ -87,9 +91,19 @@ def pytest_collection_modifyitems(config, items):
             item.user_properties.append((ON, [[op.name, op.backend] for op in about]))
         if seed is not None and hypothesis.is_hypothesis_test(item.obj):
             hypothesis.seed(seed)(item.obj)
+    if PROFILE == "simulator" and config.getoption("--ddtree-examples") is None:
+        _more_examples_where_they_are_cheap(items)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _more_examples_where_they_are_cheap(items):
+    laws = {item.obj: item.fixturenames for item in items if hasattr(getattr(item, "obj", None), "hypothesis")}
+    for law, names in laws.items():
+        ops = [name for name in names if name in OPS]
+        if ops and all(op in SIMULATED_EXAMPLES for op in ops):
+            settings(max_examples=min(SIMULATED_EXAMPLES[op] for op in ops))(law)
 
 
 def under_test(item):

@@ -169,7 +169,7 @@ def test_the_last_of_many_siblings_is_found(accept_tree, siblings):
 
 
 @pytest.mark.beside_reference
-@pytest.mark.parametrize("length", [33, 1200])
+@pytest.mark.parametrize("length", [33, pytest.param(1200, marks=pytest.mark.large)])
 def test_a_long_path_is_that_of_the_reference(accept_tree, length):
     tree = chain_tree(np.arange(2 * length, dtype=np.int32).reshape(2, length))
     choices = tree.token_ids + 1

@@ -56,6 +56,7 @@ def test_tree_is_the_first_budget_paths_of_all_paths(build_tree, draft, budget):
     assert_same_tree(build_tree(*draft, budget=budget), expected_tree(draft, budget))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("L", [1, 2, 3])
 @pytest.mark.parametrize("K", [1, 2, 3])
 @pytest.mark.parametrize("levels", [(0.0, -0.125, -np.inf), (-0.125, -0.25, -0.375), (-0.125, -0.25, np.nan)])
@@ -68,6 +69,7 @@ def test_every_small_draft_of_three_values_has_the_tree_of_brute_force(build_tre
         assert_same_tree(build_tree(*draft, budget=budget), expected_tree(draft, budget))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("kind", DRAFT_KINDS)
 def test_large_tree_holds_a_path_iff_it_comes_before_every_path_left_out(build_tree, kind):
     draft = large_draft(kind, seed=1)
@@ -91,6 +93,7 @@ def test_large_tree_holds_a_path_iff_it_comes_before_every_path_left_out(build_t
             assert (-score, path) > order[-1]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("kind", DRAFT_KINDS)
 def test_large_tree_agrees_with_itself(build_tree, kind):
     draft = large_draft(kind, seed=2)
@@ -196,7 +199,7 @@ def test_nothing_to_draft_leaves_the_root(build_tree, B, L, K, budget, counts):
 
 
 @pytest.mark.beside_reference
-@pytest.mark.parametrize("budget", [1024, 31, 32])
+@pytest.mark.parametrize("budget", [pytest.param(1024, marks=pytest.mark.large), 31, 32])
 @pytest.mark.parametrize("kind", DRAFT_KINDS)
 def test_large_tree_has_the_bits_of_the_reference(build_tree, kind, budget):
     draft = large_draft(kind, seed=3)

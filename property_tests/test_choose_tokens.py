@@ -52,6 +52,7 @@ def test_greedy_choice_is_the_argmax_and_of_equals_the_lowest_id(choose_tokens, 
     assert_same(choose_tokens(logits), np.array(expected, np.int32).reshape(logits.shape[:2]))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_greedy_choice_in_a_large_vocabulary(choose_tokens, dtype):
     logits = np.random.default_rng(0).standard_normal((2, 3, 5003)).astype(dtype)
@@ -112,6 +113,7 @@ def test_sampled_choice_is_the_argmax_of_scaled_logits_and_keyed_noise(
     assert_same(chosen, np.array(expected, np.int32).reshape(B, N))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("row", [[0.0, 0.0], [1.0, 0.0, -1.0, 0.5], [-3.0, 2.0, -np.inf, 1.75, 0.0]])
 def test_sampled_frequencies_are_the_softmax_at_that_temperature(choose_tokens, row, temperature):
@@ -119,6 +121,7 @@ def test_sampled_frequencies_are_the_softmax_at_that_temperature(choose_tokens, 
     assert_drawn_from(counts, softmax(row, temperature))
 
 
+@pytest.mark.large
 def test_another_temperature_would_be_noticed(choose_tokens):
     row = [1.0, 0.0, -1.0, 0.5]
     counts = sampled_counts(choose_tokens, row, temperature=0.5)
@@ -126,6 +129,7 @@ def test_another_temperature_would_be_noticed(choose_tokens):
         assert_drawn_from(counts, softmax(row, 1.0))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("by", ["position", "request_id", "seed"])
 def test_frequencies_are_right_along_every_key(choose_tokens, by):
     row, samples = [0.0, 1.0, -1.0], 1000
@@ -139,6 +143,7 @@ def test_frequencies_are_right_along_every_key(choose_tokens, by):
     assert_drawn_from(np.bincount(chosen, minlength=3), softmax(row))
 
 
+@pytest.mark.large
 def test_neighbouring_places_draw_independently(choose_tokens):
     logits = np.zeros((40, 40, 2), np.float32)
     positions = np.tile(np.arange(40, dtype=np.int32), (40, 1))
@@ -147,6 +152,7 @@ def test_neighbouring_places_draw_independently(choose_tokens):
         assert_drawn_from(np.bincount((2 * one + other).ravel(), minlength=4), [0.25] * 4)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     "top_p, kept", [(0.5, 1), (0.5 + 2**-20, 2), (0.75, 2), (0.75 + 2**-20, 3), (2**-30, 1), (1, 3)]
 )
@@ -159,6 +165,7 @@ def test_nucleus_is_half_open_and_cuts_ties_by_id(choose_tokens, top_p, kept):
     assert_drawn_from(counts, probabilities / probabilities.sum())
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("top_p, kept", [(0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)])
 def test_nucleus_ends_where_just_its_share_lies_before(choose_tokens, top_p, kept):
     # Four equal tokens: before the second lies a quarter, which is not less than a quarter.
@@ -166,6 +173,7 @@ def test_nucleus_ends_where_just_its_share_lies_before(choose_tokens, top_p, kep
     assert_drawn_from(counts, [1 / kept] * kept + [0] * (4 - kept))
 
 
+@pytest.mark.large
 def test_nucleus_is_of_the_distribution_at_that_temperature(choose_tokens):
     # p = (0.6, 0.3, 0.1) becomes p² / Σp² = (0.78, 0.20, 0.02) at T = 1/2: 0.75 of the mass is now one token.
     row = np.log([0.6, 0.3, 0.1])
@@ -194,6 +202,7 @@ def test_a_constant_added_to_a_row_changes_no_sample(choose_tokens, logits, shif
     assert_same(choose_tokens(logits + np.float32(shift), **options), choose_tokens(logits, **options))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("word", range(2))
 def test_all_64_bits_of_seed_and_request_id_count(choose_tokens, word):
     logits, positions = np.zeros((1, 64, 100), np.float32), np.arange(64, dtype=np.int32)[None]
@@ -208,6 +217,7 @@ def test_all_64_bits_of_seed_and_request_id_count(choose_tokens, word):
     assert_same(chosen(), choose_tokens(logits, temperature=1.0, positions=positions))  # ids count from 0
 
 
+@pytest.mark.large
 def test_samples_at_a_low_temperature_are_among_the_likeliest(choose_tokens):
     logits = (np.random.default_rng(5).integers(-8, 8, (2, 50, 30)) / 8).astype(np.float32)
     positions = np.tile(np.arange(50, dtype=np.int32), (2, 1))
@@ -217,6 +227,7 @@ def test_samples_at_a_low_temperature_are_among_the_likeliest(choose_tokens):
         assert (chosen != logits.argmax(-1)).any(), "the tied are drawn, not always the first"
 
 
+@pytest.mark.large
 @pytest.mark.beside_reference
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
 @pytest.mark.parametrize("kind", LOGIT_KINDS)

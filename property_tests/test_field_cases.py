@@ -223,6 +223,7 @@ def test_requests_with_trees_of_their_own_have_masks_of_their_own(verify_attenti
     assert out[:, 2, 0, 0].tolist() == [3.0, 3.5]
 
 
+@pytest.mark.large
 def test_mask_memory_does_not_depend_on_the_context(visibility_words):
     # 1,025 nodes: 33 words a node, 135 kB a request, whatever stands before them.
     words = visibility_words(np.arange(-1, 1024, dtype=np.int32)[None], np.array([1025], np.int32))
@@ -269,12 +270,14 @@ def test_of_equal_siblings_the_lowest_index_is_accepted(accept_tree):
 # Sampling
 
 
+@pytest.mark.large
 def test_a_token_of_probability_0_is_never_chosen(choose_tokens):
     logits = np.tile(np.array([-np.inf, 0.0, -np.inf], np.float32), (1, 300, 1))
     chosen = choose_tokens(logits, temperature=1.0, positions=np.arange(300, dtype=np.int32)[None])
     assert (chosen == 1).all()
 
 
+@pytest.mark.large
 def test_two_equal_tokens_are_each_emitted_half_of_the_time(accept_tree, choose_tokens):
     # Token 0 is always drafted; the tokens emitted are the target's own, so the draft cannot bias them.
     n = 2000
@@ -286,6 +289,7 @@ def test_two_equal_tokens_are_each_emitted_half_of_the_time(accept_tree, choose_
     assert abs(int((emitted == 0).sum()) - n // 2) < 100  # 4.5 standard deviations of 22.4
 
 
+@pytest.mark.large
 def test_temperature_is_honoured(choose_tokens):
     # e⁴ : 1 at T = 1/4 and 1 : 1 in the limit: 982 of 1,000, and about 500.
     logits = np.tile(np.array([1.0, 0.0], np.float32), (1, 1000, 1))
@@ -363,6 +367,7 @@ def test_window_crosses_pages_of_any_size(compact_cache, S, table, expected):
 # Sizes
 
 
+@pytest.mark.large
 def test_more_than_1024_nodes_and_more_than_32_siblings(build_tree, accept_tree):
     # 1,100 candidates at one depth, likeliest first, and one child of the likeliest comes last of all.
     log_probs = np.full((1, 2, 1100), -np.inf, np.float32)

@@ -79,7 +79,7 @@ def test_a_row_without_a_distribution_is_all_minus_infinity(topk_log_probs, row)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-@pytest.mark.parametrize("V", [1, 31, 32, 33, 1000, 5003])
+@pytest.mark.parametrize("V", [1, 31, 32, 33, *(pytest.param(V, marks=pytest.mark.large) for V in (1000, 5003))])
 def test_vocabularies_of_any_size_and_type(topk_log_probs, dtype, V):
     rng = np.random.default_rng(V)
     logits = (rng.standard_normal((2, 2, V)) * [[[1], [8]]]).astype(dtype)  # 16 bits repeat themselves at once
@@ -102,6 +102,7 @@ def test_no_rows_give_no_rows(topk_log_probs, B, L):
     assert_right_top_k(topk_log_probs(np.zeros((B, L, 4), np.float32), 2), np.zeros((B, L, 4), np.float32), 2)
 
 
+@pytest.mark.large
 @pytest.mark.beside_reference
 @pytest.mark.parametrize("kind", LOGIT_KINDS)
 def test_order_is_that_of_the_reference_on_a_large_vocabulary(topk_log_probs, kind):

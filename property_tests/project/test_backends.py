@@ -85,7 +85,7 @@ def test_a_module_that_fails_to_import_keeps_its_cause(tmp_path: Path, monkeypat
     assert isinstance(raised.value.__cause__, ModuleNotFoundError)
 
 
-@pytest.mark.parametrize(("name", "library"), [("cupy", "cupy"), ("numba_cpu", "numba"), ("numba_cuda", "numba.cuda")])
+@pytest.mark.parametrize(("name", "library"), [("cupy", "cupy"), ("numba_cpu", "numba"), ("numba_cuda", "numba_cuda")])
 def test_a_missing_library_gives_the_install_command(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backends.get_backend.cache_clear()
     monkeypatch.setitem(sys.modules, library, None)  # what an import of a missing module meets
