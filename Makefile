@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 # the numba.cuda kernels in the simulator, which is on or off for a whole process
 SIMULATOR = NUMBA_ENABLE_CUDASIM=1 DDTREE_PROFILE=simulator OPENBLAS_NUM_THREADS=1 \
-  $(BIN)/python -m pytest -n auto -m "not large" -k numba_cuda
+  $(BIN)/python -m pytest -n auto ddtree/property_tests --ignore ddtree/property_tests/project -m "not large" -k numba_cuda
 
 .PHONY: demo test lint bench clean
 
