@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 # where this venv's packages are up to date with pyproject.toml
 STAMP := $(VENV)/.installed
 
-# the numba.cuda kernels in the simulator, which is on or off for a whole process
+# the laws of the numba.cuda kernels in the simulator, which is on or off for a whole process; without those of the
+# engine and the model, whose rounds it is too slow for
+OPS := accept_tree,build_tree,choose_tokens,compact_cache,topk_log_probs,tree_positions,verify_attention,visibility_words
 SIMULATOR = NUMBA_ENABLE_CUDASIM=1 DDTREE_PROFILE=simulator OPENBLAS_NUM_THREADS=1 \
-  $(BIN)/python -m pytest -n auto -m "not large" --ddtree-backend numba_cuda
+  $(BIN)/python -m pytest -n auto -m "not large" --ddtree-backend numba_cuda --ddtree-ops $(OPS)
 
 .PHONY: demo test lint bench clean
 

@@ -28,7 +28,7 @@ COMMON = settings(
 )
 settings.register_profile("dev", COMMON, max_examples=50)
 settings.register_profile("ci", COMMON, max_examples=50, derandomize=True, print_blob=True)
-settings.register_profile("simulator", COMMON, max_examples=40)  # or SIMULATED_EXAMPLES, where they are cheap
+settings.register_profile("simulator", COMMON, max_examples=25)  # or SIMULATED_EXAMPLES, where they are cheap
 settings.register_profile("long", COMMON, max_examples=5_000, print_blob=True)
 SIMULATED_EXAMPLES = {"accept_tree": 110, "compact_cache": 110, "tree_positions": 110, "visibility_words": 110}
 """Examples a law in the profile ``simulator``, of the operations in which threads do little and never wait long."""

@@ -237,10 +237,8 @@ def kernel_for(kind: str) -> Any:
                     z = (np.float64(load(logits[row, v])) - top) / temperature
                     equal += 1 if number64(z) == last else 0
                 equal = sum_of_lanes(equal)
-                # All threads are through with the masses that stood in the same place.
-                cuda.syncthreads()
                 if lane == 0:
-                    counts[warp] = equal
+                    counts[warp] = equal  # where masses stood; all threads have met since they read those
                 # How many equal ones each warp has, to the warps behind it.
                 cuda.syncthreads()
                 equal = np.int64(0)

@@ -13,8 +13,8 @@ simulator or the compiler. Of the simulator, an operating-system thread for each
 * Shared and local memory begins as poison (NaN, 0x5A…), and reading a shared element before anything was written to it
   is an error.
 * Races are found in any order: of two accesses to one element, one of them a write, either both are atomic, or a
-  barrier or a warp operation of both threads stands between them. Shared memory is watched, and so is every writable
-  array that a kernel gets.
+  barrier or a syncwarp of both threads stands between them (shuffles and votes order no memory). Shared memory is
+  watched, and so is every writable array that a kernel gets.
 * Indices below zero or behind the end, and more threads, blocks or shared memory than an architecture has, are errors.
 
 Kernels call ``cuda.…`` by that name, as in numba-cuda's own simulator. Not simulated: several blocks that wait for each
@@ -174,7 +174,7 @@ class _Access(NamedTuple):
 
     thread: Any
     epoch: object  # a token that the block changes at each barrier
-    clock: int  # warp operations of the thread before it, and 1
+    clock: int  # syncwarps of the thread before it, and 1
     place: Place
     atomic: bool = False
 
@@ -212,7 +212,7 @@ class _Log:
                 _fail(f"{_who(thread)} reads {memory.named(index)} at {_at(place)}, which nobody has written")
         elif write[0] is not thread:
             writer, before = write[0], write[1]
-            # Known to come after it: a barrier stands between, or a warp operation of both. Else look closer.
+            # Known to come after it: a barrier stands between, or a syncwarp of both. Else look closer.
             if writer.block is not thread.block or (
                 before is thread.block.epoch and (writer.warp != thread.warp or thread.known[writer.lane] < write[2])
             ):
@@ -255,7 +255,7 @@ class _Log:
         elif thread.known[before.lane] >= other.clock:
             return
         else:
-            why = "and neither a barrier nor a warp operation of both stands between"
+            why = "and neither a barrier nor a syncwarp of both stands between"
         whose = _who(before) if before.block is block else f"{_who(before)} of another block"
         _fail(
             f"race: {_who(thread)} {does} {memory.named(index)} at {_at(place)}, which {whose} {did} at "
@@ -639,7 +639,7 @@ if greenlet is not None:
         block: _Block
         wait: Any  # what it waits for, a _Wait, or None
         result: Any
-        clock: int  # its warp operations so far, and 1
+        clock: int  # its syncwarps so far, and 1
         known: tuple[int, ...]  # of each lane of its warp, the clock up to which this thread comes after that one
 
 
@@ -743,7 +743,11 @@ class _Block:
     def _meet_in_warp(self, lanes: list[_Thread]) -> None:
         self._check_one_place(lanes)
         values = {thread.lane: thread.wait.value for thread in lanes}
-        # After the operation each lane comes after all that the others did, or knew of, before it.
+        if lanes[0].wait.kind != "syncwarp":  # shuffles and votes exchange values, and order no memory
+            for thread in lanes:
+                thread.result, thread.wait = values, None
+            return
+        # After it each lane comes after all that the others did, or knew of, before it.
         if len(lanes) == 32:
             known = tuple(thread.clock for thread in lanes)
         else:

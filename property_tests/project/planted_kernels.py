@@ -76,6 +76,15 @@ def exchange_within_warps_without_sync(out):
 
 
 @cuda.jit
+def exchange_ordered_by_a_shuffle(out):
+    tile = cuda.shared.array(64, int32)
+    t = cuda.threadIdx.x
+    tile[t] = t
+    other = cuda.shfl_xor_sync(ALL, t, 1)
+    out[t] = tile[other]
+
+
+@cuda.jit
 def race_between_blocks(out):
     if cuda.threadIdx.x == 0:
         out[0] = cuda.blockIdx.x

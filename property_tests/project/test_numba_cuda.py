@@ -4,6 +4,8 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ if importlib.util.find_spec("greenlet") is None:
     pytest.skip("optional library greenlet is not installed", allow_module_level=True)
 
 from ddtree.backends import get_backend
+from ddtree.kernels import numba_cuda
 from ddtree.property_tests.project.test_simulator import run_python
 from ddtree.protocols import OPS
 
@@ -112,3 +115,21 @@ def test_every_kernel_compiles_for_both_architectures_without_a_gpu():
         shared = re.findall(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]", ptx)
         assert sum(map(int, shared)) <= 49_152, name
         assert not (name.startswith("choose_tokens") and "fma.rn.f64" in ptx), f"{name} fuses, and so rounds otherwise"
+
+
+def test_a_barrier_less_is_named_in_every_kernel():
+    module = "ddtree.property_tests.project.missing_barriers"
+    found = json.loads(run_python("-m", module, NUMBA_ENABLE_CUDASIM="1"))
+    assert len(found) > 20
+    for place, message in found.items():
+        assert bool(message) != place.endswith(":0"), f"{place}: {message or 'nothing was found'}"
+
+
+def test_every_barrier_has_a_comment_above():
+    for path in Path(numba_cuda.__file__).parent.glob("*.py"):
+        if path.name == "simulator.py":
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for above, line in pairwise(lines):
+            if re.match(r"\s+cuda\.sync\w+\(", line):
+                assert above.lstrip().startswith("#"), f"{path.name}: {line.strip()}"

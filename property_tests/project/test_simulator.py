@@ -25,7 +25,8 @@ FAULTS = {
     "rewritten_without_a_barrier": rf"race: thread \d+ (reads|writes) {SHARED} at {LINE}, which thread \d+ (wrote"
     rf"|read) at {LINE}, and no barrier stands between",
     "race_between_warps": rf"race: thread \d+ reads {SHARED} at {LINE}, which thread \d+ wrote at {LINE}, and no bar",
-    "exchange_within_warps_without_sync": "race: .*, and neither a barrier nor a warp operation of both stands between",
+    "exchange_within_warps_without_sync": "race: .*, and neither a barrier nor a syncwarp of both stands between",
+    "exchange_ordered_by_a_shuffle": "race: .*, and neither a barrier nor a syncwarp of both stands between",
     "race_between_blocks": rf"race: thread 0 writes argument out\[0\] at {LINE}, which thread 0 of another block wrote",
     "mask_without_the_caller": rf"calls ballot_sync with mask 0x0000ffff, which excludes its own lane 1\d, at {LINE}",
     "mask_with_lanes_that_return": rf"ballot_sync with mask 0xffffffff at {LINE}: lanes 20-31 of warp 0 are named and "
