@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project, so that building leaves nothing in it."""
     copy = tmp_path_factory.mktemp("source") / "project"
     ignored = shutil.ignore_patterns(
-        ".git", ".venv", "__pycache__", "*.egg-info", "build", "dist", ".*_cache", "demo_output"
+        ".git", ".venv", "__pycache__", "*.egg-info", "build", "dist", ".*_cache", "demo_output", "ddtree_failures"
     )
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     return copy
@@ -93,6 +94,7 @@ def test_wheel_holds_one_import_package_with_its_data_and_no_project_tests(built
         "ddtree/kernels/numba_cpu/build_tree.py",
         "ddtree/property_tests/test_build_tree.py",
         "ddtree/property_tests/golden/tiny.kdtr",
+        "ddtree/property_tests/FIELD_CASES.md",
         "ddtree/analysis/figures.py",
     } <= held
     assert not [n for n in held if "property_tests/project" in n]
@@ -132,6 +134,11 @@ def test_conformance_tests_run_from_an_installed_wheel_in_an_empty_folder(
     assert "test_build_tree" in collected
     assert "project" not in collected
     assert " passed" in run(python, *quiet, "ddtree.property_tests.test_tree_positions", cwd=elsewhere)
+    (elsewhere / "mine.py").write_text("from ddtree.reference import build_tree\n")
+    options = ("--ddtree-backend", "mine", "--ddtree-examples", "5")
+    told = run(python, *quiet, "ddtree.property_tests", *options, cwd=elsewhere)
+    assert re.search(r"^mine  build_tree: of (\d+) laws \1 hold; ", told, re.M), told
+    assert "tree_positions" not in told.partition("not run:")[0]
 
 
 def test_importing_ddtree_loads_numpy_and_nothing_heavier() -> None:
