@@ -127,7 +127,8 @@ def kernels_for(kind: str, cache_kind: str, C: int, D: int) -> tuple[Any, Any]:
             new_top = top
             for other in range(KEYS):
                 new_top = max(new_top, scores[r, other])
-            weights[r, k] = real(math.exp(score - new_top)) if seen else real(0)
+            # Where every score so far overflowed to −inf there is no top yet, and nothing weighs anything.
+            weights[r, k] = real(math.exp(score - new_top)) if seen and new_top > nothing else real(0)
             rescale = real(math.exp(top - new_top)) if top > nothing else real(0)
             if k == 0:
                 rescales[r] = rescale
