@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import importlib.metadata
+import importlib.resources
+import json
 import os
 import platform
 import re
@@ -16,7 +19,15 @@ from pathlib import Path
 from ddtree.backends import BACKENDS, BackendUnavailable, get_backend
 from ddtree.protocols import OPS
 
-__all__ = ["BackendState", "backend_states", "devices", "how_to_get", "versions"]
+__all__ = [
+    "BackendState",
+    "backend_states",
+    "devices",
+    "gpu_verification",
+    "how_to_get",
+    "kernel_sources_hash",
+    "versions",
+]
 
 PACKAGES = {
     "numpy": ("numpy",),
@@ -86,6 +97,25 @@ def backend_states() -> tuple[BackendState, ...]:
         BackendState(name, known.array_kind, _ops(known.module), _why_not(name), known.install)
         for name, known in BACKENDS.items()
     )
+
+
+def kernel_sources_hash(backend: str) -> str:
+    """SHA-256 of a backend's kernel sources: names and bytes of its .py and .cu files, in order of name."""
+    digest = hashlib.sha256()
+    folder = importlib.resources.files(BACKENDS[backend].module)
+    for file in sorted((f for f in folder.iterdir() if f.name.endswith((".py", ".cu"))), key=lambda f: f.name):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def gpu_verification(backend: str) -> str | None:
+    """What a backend's kernels were verified on, and whether that still holds; None if there is no record."""
+    record = importlib.resources.files(BACKENDS[backend].module) / "verified.json"
+    if not record.is_file():
+        return None
+    seen = json.loads(record.read_text(encoding="utf-8"))
+    holds = "unchanged" if seen["sources_sha256"] == kernel_sources_hash(backend) else "CHANGED"
+    return f"{backend}: {seen['laws']} on {seen['gpu']}, {seen['date']}; sources {holds} since"
 
 
 def _version(distribution: str) -> str | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def info(as_json: bool) -> None:
     """Show versions, devices, and which backend serves which operation."""
-    from ddtree.analysis.environment import backend_states, devices, how_to_get, versions
+    from ddtree.analysis.environment import backend_states, devices, gpu_verification, how_to_get, versions
     from ddtree.backends import DEFAULT_ORDER
 
     states = backend_states()
@@ -47,7 +47,12 @@ def info(as_json: bool) -> None:
         console.print(f"         {', '.join(b for b in order if b in able) or 'nothing yet'} for arrays on {kind}")
     console.print("other    serves calls that name it: backend=…")
     console.print()
-    for line in [*(s.reason for s in states if s.reason), *(f"to get {m}: {how_to_get(m)}" for m in missing)]:
+    verified = [seen for state in states if (seen := gpu_verification(state.name))]
+    for line in [
+        *verified,
+        *(s.reason for s in states if s.reason),
+        *(f"to get {m}: {how_to_get(m)}" for m in missing),
+    ]:
         console.print(line, markup=False, soft_wrap=True)  # a command must stay in one piece
 
 

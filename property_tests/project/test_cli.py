@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import ddtree
 from ddtree import reference
 from ddtree.analysis import demo as measuring
+from ddtree.analysis import environment
 from ddtree.analysis.environment import backend_states
 from ddtree.backends import BACKENDS, get_backend
 from ddtree.cli import main
@@ -91,6 +92,14 @@ def test_info_shows_versions_devices_and_who_serves_what(run):
         if state.reason:
             assert state.reason in text
             assert not state.ops or state.install in text
+
+
+def test_info_says_whether_what_a_gpu_verified_still_holds(monkeypatch):
+    seen = environment.gpu_verification("numba_cuda")
+    assert re.fullmatch(r"numba_cuda: .* laws .* on NVIDIA .*; sources (unchanged|CHANGED) since", seen)
+    assert environment.gpu_verification("reference") is None
+    monkeypatch.setattr(environment, "kernel_sources_hash", lambda backend: "0")
+    assert str(environment.gpu_verification("numba_cuda")).endswith("sources CHANGED since")
 
 
 def test_info_as_json(run):
