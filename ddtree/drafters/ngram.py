@@ -41,8 +41,9 @@ class NgramDrafter:
 
     Notes
     -----
-    Each request's index grows by its new tokens alone, so a round costs the matches that vote, not the context. It is
-    made when a request begins and dropped when it has ended.
+    Each request's index grows by its new tokens alone, so a round looks up the matches that vote, besides one
+    comparison of the context with what is indexed. It is made when a request begins, or goes on from other tokens, and
+    dropped when it has ended.
     """
 
     synthetic = False

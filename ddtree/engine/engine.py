@@ -218,7 +218,7 @@ class _Plan(NamedTuple):
 
 
 class _Sequence:
-    """The committed tokens of one request, in a buffer that is long enough: a round appends and never copies."""
+    """The committed tokens of one request, in a buffer that is long enough for all of them."""
 
     def __init__(self, prompt: NDArray[np.int32], max_new_tokens: int) -> None:
         self.prompt_len = self.length = len(prompt)
@@ -232,6 +232,11 @@ class _Sequence:
         copy = self.buffer[: self.length].copy()
         copy.flags.writeable = False
         return copy
+
+    @property
+    def root(self) -> int:
+        """The last committed token."""
+        return int(self.buffer[self.length - 1])
 
     @property
     def new_tokens(self) -> NDArray[np.int32]:
@@ -320,7 +325,7 @@ class _Run:
         rows = [self.sequences[r] for r in requests]
         # The root's own row is written by this round's pass.
         prefix_lens = np.array([sequence.length - 1 for sequence in rows], np.int32)
-        roots = self.xp.asarray(np.array([sequence.tokens[-1] for sequence in rows], np.int32))
+        roots = self.xp.asarray(np.array([sequence.root for sequence in rows], np.int32))
 
         with self._timed("draft"):
             log_probs, token_ids = self._draft(roots)

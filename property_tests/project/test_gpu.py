@@ -1,7 +1,7 @@
 """On a GPU: CuPy and torch arrays share memory and stream, and the model and the engine run on them.
 
-No backend of ours serves CUDA arrays yet, so a plain one stands here: it takes CuPy arrays and lets the reference work
-on copies.
+The backend here is a plain one, so that no kernel's fault can show as one of the arrays, the model or the engine: it
+takes CuPy arrays and lets the reference work on copies.
 """
 
 from __future__ import annotations
