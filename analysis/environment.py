@@ -100,10 +100,10 @@ def backend_states() -> tuple[BackendState, ...]:
 
 
 def kernel_sources_hash(backend: str) -> str:
-    """SHA-256 of a backend's kernel sources: names and bytes of its .py and .cu files, in order of name."""
+    """SHA-256 of a backend's kernel sources: names and bytes of its .py, .cu and .cuh files, in order of name."""
     digest = hashlib.sha256()
     folder = importlib.resources.files(BACKENDS[backend].module)
-    for file in sorted((f for f in folder.iterdir() if f.name.endswith((".py", ".cu"))), key=lambda f: f.name):
+    for file in sorted((f for f in folder.iterdir() if f.name.endswith((".py", ".cu", ".cuh"))), key=lambda f: f.name):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 

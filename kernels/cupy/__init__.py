@@ -1,3 +1,13 @@
-"""The place of the CUDA C++ kernels, launched through CuPy. It serves no operation yet; asking for one says so."""
+"""Kernels in CUDA C++ for sm_90 and sm_120, compiled by NVRTC when they are first launched, through CuPy.
 
-__all__: list[str] = []
+They take and return CuPy arrays and work on CuPy's current stream; nothing waits for the GPU. A ``.cu`` file stands
+beside its launcher of the same name, ``program.py`` says how they are compiled, and ``RESOURCES.md`` what they need.
+
+Importing this package imports neither CuPy nor a kernel: each name below loads the module of that name.
+"""
+
+from ddtree.kernels.lazy import load_on_demand
+
+__all__ = ["tree_positions", "visibility_words"]
+
+load_on_demand(__name__)
