@@ -29,6 +29,9 @@ OPTIONS = ("-std=c++17",)
 """Of every program."""
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
+    "accept_tree": (),
+    "choose_tokens": ("--fmad=false",),
+    "compact_cache": (),
     "tree_positions": (),
     "visibility_words": (),
 }
