@@ -8,6 +8,18 @@ Importing this package imports neither CuPy nor a kernel: each name below loads 
 
 from ddtree.kernels.lazy import load_on_demand
 
-__all__ = ["accept_tree", "choose_tokens", "compact_cache", "tree_positions", "visibility_words"]
+__all__ = [
+    "accept_tree",
+    "choose_tokens",
+    "compact_cache",
+    "linear",
+    "moe_experts",
+    "rms_norm",
+    "rope",
+    "route_experts",
+    "swiglu",
+    "tree_positions",
+    "visibility_words",
+]
 
 load_on_demand(__name__)

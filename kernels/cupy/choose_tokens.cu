@@ -14,28 +14,29 @@
 //   2. if top_p < 1, every mass floor(exp(z) 2^40) into bins of 1/64 of z, whose integer sums say which bin the nucleus
 //      ends in; then the bin is narrowed to the range of z that is in it and divided into 2048 again, until all in it
 //      are equal (at once where logits have few bits): `last` is that z, and of those equal to it the first are kept;
-//   3. the noise. Its upper bound in float32 rules most tokens out before any arithmetic in float64.
+//   3. the noise. A bound of it in float32 rules most tokens out before any arithmetic in float64.
 //
 // Version 1 had one block a row, and found the last digit by digit in eight passes, with a float64 exponential in each.
 #include "cluster.cuh"
+#include "floats.cuh"
 #include "portable_math.cuh"
 
 constexpr int32 BLOCKS = 8;
-constexpr int32 GREEDY_THREADS = 512, SAMPLE_THREADS = 256;
+constexpr int32 THREADS = 256;
 constexpr int32 BINS = 2048, FIRST_BINS_A_UNIT = 64;
 constexpr double LEAST_MASS = -28.0;  // below it exp(z) 2^40 is 0.76 at most, and its floor 0
-
-template <typename T> struct Calculated { using type = float; };
-template <> struct Calculated<double> { using type = double; };
-template <typename T> using Wide = typename Calculated<T>::type;
 
 // Neighbours that a lane reads at once: 16 bytes, or the four tokens of one counter.
 template <typename T> constexpr int32 STEP = sizeof(T) == 2 ? 8 : 4;
 
-__device__ __forceinline__ void load_step(const __nv_bfloat16* p, float* x)
+// What is beyond the end of a row: -inf in every place of a word of 32 bits.
+template <typename T> constexpr uint32 EMPTY_WORD = 0xFF800000u;
+template <> constexpr uint32 EMPTY_WORD<__half> = 0xFC00FC00u;
+template <> constexpr uint32 EMPTY_WORD<__nv_bfloat16> = 0xFF80FF80u;
+
+__device__ __forceinline__ void unpack(const uint4* bits, const __nv_bfloat16*, float* x)
 {
-    const uint4 bits = *reinterpret_cast<const uint4*>(p);
-    const uint32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+    const uint32 pairs[4] = {bits->x, bits->y, bits->z, bits->w};
 #pragma unroll
     for (int32 i = 0; i < 4; ++i) {
         x[2 * i] = __uint_as_float(pairs[i] << 16);
@@ -43,10 +44,9 @@ __device__ __forceinline__ void load_step(const __nv_bfloat16* p, float* x)
     }
 }
 
-__device__ __forceinline__ void load_step(const __half* p, float* x)
+__device__ __forceinline__ void unpack(const uint4* bits, const __half*, float* x)
 {
-    const uint4 bits = *reinterpret_cast<const uint4*>(p);
-    const uint32 pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+    const uint32 pairs[4] = {bits->x, bits->y, bits->z, bits->w};
 #pragma unroll
     for (int32 i = 0; i < 4; ++i) {
         x[2 * i] = __half2float(__ushort_as_half((unsigned short)(pairs[i] & 0xFFFFu)));
@@ -54,48 +54,92 @@ __device__ __forceinline__ void load_step(const __half* p, float* x)
     }
 }
 
-__device__ __forceinline__ void load_step(const float* p, float* x)
+__device__ __forceinline__ void unpack(const uint4* bits, const float*, float* x)
 {
-    const float4 four = *reinterpret_cast<const float4*>(p);
-    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    x[0] = __uint_as_float(bits->x), x[1] = __uint_as_float(bits->y);
+    x[2] = __uint_as_float(bits->z), x[3] = __uint_as_float(bits->w);
 }
 
-__device__ __forceinline__ void load_step(const double* p, double* x)
+__device__ __forceinline__ void unpack(const uint4* bits, const double*, double* x)
 {
-    const double2 low = reinterpret_cast<const double2*>(p)[0], high = reinterpret_cast<const double2*>(p)[1];
-    x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
+#pragma unroll
+    for (int32 i = 0; i < 2; ++i) {
+        x[2 * i] = __hiloint2double(int32(bits[i].y), int32(bits[i].x));
+        x[2 * i + 1] = __hiloint2double(int32(bits[i].w), int32(bits[i].z));
+    }
 }
 
-// A warp's part of a row: tokens first ... end - 1, where `first` is a multiple of STEP.
+// CuPy compiles with -ftz=true, which takes subnormal float32 numbers for 0; these do not.
+__device__ __forceinline__ double widened(float x)
+{
+    double wide;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(x));
+    return wide;
+}
+
+__device__ __forceinline__ double widened(double x) { return x; }
+
+__device__ __forceinline__ bool is_greater(float x, float y)
+{
+    uint32 greater;
+    asm("{\n\t.reg .pred p;\n\tsetp.gt.f32 p, %1, %2;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(greater) : "f"(x), "f"(y));
+    return greater != 0;
+}
+
+__device__ __forceinline__ bool is_greater(double x, double y) { return x > y; }
+
+// A warp's part of a row: tokens first ... end - 1, where `first` is a multiple of 32 * STEP.
 template <typename T> struct Part {
     const T* row;
     uint32 first, end;  // unsigned, since a turn beyond the last token of an int32 must not overflow
-    bool aligned;  // every row to 16 bytes
+    bool aligned;  // rows to 16 bytes, and their ends to STEP
 
     __device__ Part(const T* logits, uint32 V, bool aligned, uint32 threads)
         : row(logits + int64(blockIdx.x / BLOCKS) * V), aligned(aligned)
     {
-        const uint32 warps = BLOCKS * (threads / 32), turn = 32 * STEP<T>;
-        const uint32 size = (V + warps * turn - 1) / (warps * turn) * turn;
+        const uint32 warps = BLOCKS * (threads / 32), group = 32 * STEP<T>;
+        const uint32 size = (V + warps * group - 1) / (warps * group) * group;
         const uint32 warp = cluster_rank() * (threads / 32) + threadIdx.x / 32;
         first = min(warp * size, V);
         end = min(first + size, V);
     }
 
-    // use(v, x) for each turn of this lane: STEP logits x from token v on, -inf beyond the part's end. All lanes of the
-    // warp take as many turns.
-    template <typename Use> __device__ __forceinline__ void each_turn(Use use) const
+    // use(v, x, i) for groups i of each turn of this lane, of which all are read before the first is used: STEP logits
+    // x from token v on, -inf beyond the end. Then next(v) with the v of group 0. All lanes of the warp take as many
+    // turns.
+    template <int32 GROUPS, typename Use, typename Next>
+    __device__ __forceinline__ void each_turn(Use use, Next next) const
     {
-        for (uint32 start = first; start < end; start += 32 * STEP<T>) {
+        constexpr int32 WORDS = sizeof(T) * STEP<T> / 16;
+        for (uint32 start = first; start < end; start += GROUPS * 32 * STEP<T>) {
             const uint32 v = start + threadIdx.x % 32 * STEP<T>;
-            Wide<T> x[STEP<T>];
-            if (aligned && v + STEP<T> <= end) {
-                load_step(row + v, x);
+            Wide<T> x[GROUPS][STEP<T>];
+            if (aligned) {  // so that a group is wholly in the part or wholly beyond
+                uint4 words[GROUPS][WORDS];
+#pragma unroll
+                for (int32 i = 0; i < GROUPS; ++i) {
+#pragma unroll
+                    for (int32 j = 0; j < WORDS; ++j) {
+                        words[i][j] = {EMPTY_WORD<T>, EMPTY_WORD<T>, EMPTY_WORD<T>, EMPTY_WORD<T>};
+                        if (v + i * 32 * STEP<T> < end)
+                            words[i][j] = reinterpret_cast<const uint4*>(row + v + i * 32 * STEP<T>)[j];
+                    }
+                }
+#pragma unroll
+                for (int32 i = 0; i < GROUPS; ++i) unpack(words[i], row, x[i]);
             } else {
 #pragma unroll
-                for (int32 i = 0; i < STEP<T>; ++i) x[i] = v + i < end ? load(row + v + i) : Wide<T>(minus_infinity());
+                for (int32 i = 0; i < GROUPS; ++i) {
+#pragma unroll
+                    for (int32 j = 0; j < STEP<T>; ++j) {
+                        const uint32 token = v + i * 32 * STEP<T> + j;
+                        x[i][j] = token < end ? load(row + token) : Wide<T>(minus_infinity());
+                    }
+                }
             }
-            use(v, x);
+#pragma unroll
+            for (int32 i = 0; i < GROUPS; ++i) use(v + i * 32 * STEP<T>, x[i], i);
+            next(v);
         }
     }
 
@@ -103,15 +147,20 @@ template <typename T> struct Part {
     // them stands in the program once.
     template <typename Test, typename Use> __device__ __forceinline__ void each_passing(Test test, Use use) const
     {
-        each_turn([&](uint32 v, const Wide<T>* x) {
-            uint32 passing = 0;
+        constexpr int32 GROUPS = 16 / STEP<T>;
+        uint32 passing = 0;
+        each_turn<GROUPS>(
+            [&](uint32 v, const Wide<T>* x, int32 group) {
 #pragma unroll
-            for (int32 i = 0; i < STEP<T>; ++i) passing |= uint32(test(x[i]) && v + i < end) << i;
-            for (; passing != 0; passing &= passing - 1) {
-                const uint32 token = v + __ffs(passing) - 1;
-                use(token, load(row + token));
-            }
-        });
+                for (int32 i = 0; i < STEP<T>; ++i)
+                    passing |= uint32(test(x[i]) && v + i < end) << (group * STEP<T> + i);
+            },
+            [&](uint32 v) {
+                for (; passing != 0; passing &= passing - 1) {
+                    const uint32 bit = __ffs(passing) - 1, token = v + bit / STEP<T> * 32 * STEP<T> + bit % STEP<T>;
+                    use(token, load(row + token));
+                }
+            });
     }
 };
 
@@ -122,7 +171,7 @@ template <typename X> __device__ __forceinline__ void first_greatest_of_lanes(X&
     for (int32 step = 16; step > 0; step /= 2) {
         const X other = __shfl_xor_sync(ALL_LANES, x, step);
         const int32 other_token = __shfl_xor_sync(ALL_LANES, token, step);
-        if (other > x || (other == x && other_token < token)) x = other, token = other_token;
+        if (is_greater(other, x) || (!is_greater(x, other) && other_token < token)) x = other, token = other_token;
     }
 }
 
@@ -141,7 +190,7 @@ __device__ __forceinline__ void first_greatest(X& x, int32& token, X* values, ui
     for (int32 i = threadIdx.x % 32; i < BLOCKS * WARPS; i += 32) {
         const X other = read_from_block(values + i % WARPS, i / WARPS);
         const int32 other_token = int32(read_from_block(tokens + i % WARPS, i / WARPS));
-        if (other > x || (other == x && other_token < token)) x = other, token = other_token;
+        if (is_greater(other, x) || (!is_greater(x, other) && other_token < token)) x = other, token = other_token;
     }
     first_greatest_of_lanes(x, token);
     // All have read them: they may be written again, and their block may end.
@@ -153,22 +202,25 @@ template <typename T> __device__ __forceinline__ void greatest_logit(const Part<
 {
     top = Wide<T>(minus_infinity());
     token = 0x7FFFFFFF;
-    part.each_turn([&](uint32 v, const Wide<T>* x) {
+    part.template each_turn<4>(
+        [&](uint32 v, const Wide<T>* x, int32) {
 #pragma unroll
-        for (int32 i = 0; i < STEP<T>; ++i) {
-            const Wide<T> value = x[i] != x[i] ? Wide<T>(-minus_infinity()) : x[i];
-            if (value > top) top = value, token = int32(v) + i;
-        }
-    });
+            for (int32 i = 0; i < STEP<T>; ++i) {
+                const Wide<T> value = x[i] != x[i] ? Wide<T>(-minus_infinity()) : x[i];
+                if (is_greater(value, top)) top = value, token = int32(v) + i;
+            }
+        },
+        [](uint32) {});
 }
 
 template <typename T>
-__device__ __forceinline__ void greedy(const T* __restrict__ logits, int32* __restrict__ chosen, uint32 V, int32 aligned)
+__device__ __forceinline__ void greedy(
+    const T* __restrict__ logits, int32* __restrict__ chosen, uint32 V, int32 aligned)
 {
-    constexpr int32 WARPS = GREEDY_THREADS / 32;
+    constexpr int32 WARPS = THREADS / 32;
     __shared__ Wide<T> values[WARPS];
     __shared__ uint32 tokens[WARPS];
-    const Part<T> part(logits, V, aligned, GREEDY_THREADS);
+    const Part<T> part(logits, V, aligned, THREADS);
     Wide<T> top;
     int32 token;
     greatest_logit(part, top, token);
@@ -211,13 +263,13 @@ __device__ __forceinline__ uint64 sum_of_lanes_before(uint64 own)
 
 // Masses by bin, of a block. A sum of 64 bits is two words, since adding 32 bits is what shared memory does by itself.
 struct Histogram {
-    static constexpr int32 WARPS = SAMPLE_THREADS / 32;
+    static constexpr int32 WARPS = THREADS / 32;
     uint32 low[BINS], high[BINS];
     uint64 warp_totals[WARPS], total, bin, left;
 
     __device__ void clear()
     {
-        for (int32 i = threadIdx.x; i < BINS; i += SAMPLE_THREADS) low[i] = high[i] = 0;
+        for (int32 i = threadIdx.x; i < BINS; i += THREADS) low[i] = high[i] = 0;
     }
 
     __device__ __forceinline__ void add(int32 bin, uint64 mass)
@@ -231,14 +283,14 @@ struct Histogram {
     // `left` is that share of all; returns false where it is more than all, by rounding. The bins are cleared.
     __device__ bool find(uint64& found, uint64& still_left, double top_p)
     {
-        static_assert(BINS == BLOCKS * SAMPLE_THREADS, "a bin a thread of the cluster");
+        static_assert(BINS == BLOCKS * THREADS, "a bin a thread of the cluster");
         const uint32 rank = cluster_rank();
         // The masses of all blocks, to the threads that sum them.
         cluster_sync();
         uint64 own = 0;
 #pragma unroll
         for (uint32 block = 0; block < BLOCKS; ++block) {
-            const int32 mine = rank * SAMPLE_THREADS + threadIdx.x;
+            const int32 mine = rank * THREADS + threadIdx.x;
             own += read_from_block(low + mine, block) + (uint64(read_from_block(high + mine, block)) << 32);
         }
         uint64 above = sum_of_lanes_before(own);
@@ -271,7 +323,7 @@ struct Histogram {
         }
         above += before;
         if (above < still_left && still_left <= above + own) {
-            bin = rank * SAMPLE_THREADS + threadIdx.x;
+            bin = rank * THREADS + threadIdx.x;
             left = still_left - above;
         }
         // The bin, to the cluster; and the cleared bins to the block.
@@ -287,7 +339,7 @@ struct Histogram {
 
 // What a block of a sampling kernel shares.
 struct Shared {
-    static constexpr int32 WARPS = SAMPLE_THREADS / 32;
+    static constexpr int32 WARPS = THREADS / 32;
     double values[WARPS];
     uint32 tokens[WARPS];
     uint64 least[WARPS], most[WARPS], counts[WARPS];
@@ -305,18 +357,29 @@ template <typename T> struct Sampler {
     const Part<T>& part;
     Shared& shared;
     Wide<T> top;
-    double temperature;
-    float inverse, slack;  // of the temperature; and of what is tested in float32: 1e-5 is the most that it is off
+    double temperature, inverse;
+    float slack;  // of what is tested in float32, which is off by 1e-5 at the most
 
     __device__ Sampler(const Part<T>& part, Shared& shared, Wide<T> top, double temperature)
-        : part(part), shared(shared), top(top), temperature(temperature), inverse(float(1.0 / temperature)),
+        : part(part), shared(shared), top(top), temperature(temperature), inverse(1.0 / temperature),
           // beyond these temperatures float32 may overflow, and nothing is ruled out by it
           slack(temperature >= 1e-30 && temperature <= 1e30 ? 1e-3f : -minus_infinity())
     {
     }
 
-    __device__ __forceinline__ double z_of(Wide<T> x) const { return (double(x) - double(top)) / temperature; }
-    __device__ __forceinline__ float rough_z(Wide<T> x) const { return float(x - top) * inverse; }
+    // (x - top) / temperature, rounded once. With the rounded inverse at hand, a first quotient and two corrections by
+    // the exact remainder give the bits of the division (Markstein), as long as nothing comes near the type's ends.
+    __device__ __forceinline__ double z_of(Wide<T> x) const
+    {
+        const double below = widened(x) - widened(top);
+        const uint32 exponent = uint32(__double2hiint(below)) >> 20 & 0x7FF;
+        if (exponent < 1023 - 400 || exponent > 1023 + 400 || slack > 1.0f) return below / temperature;
+        double z = below * inverse;
+        z = __fma_rn(__fma_rn(-temperature, z, below), inverse, z);
+        return __fma_rn(__fma_rn(-temperature, z, below), inverse, z);
+    }
+
+    __device__ __forceinline__ float rough_z(Wide<T> x) const { return float(x - top) * float(inverse); }
 
     // use(token, bits of |z|) for the tokens with bits from `least` to `most`.
     template <typename Use> __device__ __forceinline__ void each_between(uint64 least, uint64 most, Use use) const
@@ -337,13 +400,17 @@ template <typename T> struct Sampler {
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int32 place = cluster_rank() * WARPS + warp;
         Histogram& masses = shared.masses;
-        part.each_passing(
-            [&](Wide<T> x) { return !(rough_z(x) < float(LEAST_MASS) - slack); },
-            [&](uint32, Wide<T> x) {
-                const double z = z_of(x);
-                const uint64 mass = mass_of(z);
-                if (mass > 0) masses.add(int32(-z * FIRST_BINS_A_UNIT), mass);
-            });
+        part.template each_turn<1>(
+            [&](uint32, const Wide<T>* x, int32) {
+#pragma unroll
+                for (int32 i = 0; i < STEP<T>; ++i) {
+                    if (rough_z(x[i]) < float(LEAST_MASS) - slack) continue;
+                    const double z = z_of(x[i]);
+                    const uint64 mass = mass_of(z);
+                    if (mass > 0) masses.add(int32(-z * FIRST_BINS_A_UNIT), mass);
+                }
+            },
+            [](uint32) {});
         uint64 bin, left;
         if (!masses.find(bin, left, top_p)) return false;
         uint64 least = __double_as_longlong(double(bin) / FIRST_BINS_A_UNIT);
@@ -391,15 +458,15 @@ template <typename T> struct Sampler {
         }
     }
 
-    // The last token kept of those with |z| = `last`: less than `left` lies before it. `before` of them are in the parts
-    // before this warp's, `own` in it and `all` in the row.
+    // The last token kept of those with |z| = `last`: less than `left` lies before it. `before` of them are in the
+    // parts before this warp's, `own` in it and `all` in the row.
     __device__ int32 cutoff(uint64 last, uint64 left, uint64 before, uint64 own, uint64 all)
     {
         const uint64 mass = mass_of(-__longlong_as_double(last)), kept = (left + mass - 1) / mass;
         if (kept >= all) return 0x7FFFFFFF;
         if (before < kept && kept <= before + own) {  // it is in this warp's part
             uint64 seen = before;
-            part.each_turn([&](uint32 v, const Wide<T>* x) {
+            const auto look = [&](uint32 v, const Wide<T>* x, int32) {
                 uint32 tied = 0;
 #pragma unroll
                 for (int32 i = 0; i < STEP<T>; ++i)
@@ -410,7 +477,8 @@ template <typename T> struct Sampler {
                     shared.cutoff = v + __ffs(tied) - 1;
                 }
                 seen = __shfl_sync(ALL_LANES, lanes_before + __popc(tied), 31);
-            });
+            };
+            part.template each_turn<1>(look, [](uint32) {});
         }
         // The cutoff, to the cluster: 0 in all blocks but the one that has it.
         cluster_sync();
@@ -430,14 +498,14 @@ __device__ __forceinline__ void sample(
     constexpr int32 WARPS = Shared::WARPS;
     __shared__ Shared shared;
     const int64 row = blockIdx.x / BLOCKS;
-    const Part<T> part(logits, V, aligned, SAMPLE_THREADS);
+    const Part<T> part(logits, V, aligned, THREADS);
     if (CUT) shared.masses.clear();
     if (threadIdx.x == 0) shared.cutoff = 0;
 
     Wide<T> top;
     int32 token;
     greatest_logit(part, top, token);
-    double best = top;
+    double best = widened(top);
     first_greatest<WARPS>(best, token, shared.values, shared.tokens);  // all have cleared their bins, too
     top = Wide<T>(best);
     if (!(best > minus_infinity() && best < -minus_infinity())) {  // alike in all threads of the cluster
@@ -464,7 +532,7 @@ __device__ __forceinline__ void sample(
     best = gumbel(word_of(token));
     float threshold = float(best) - sampler.slack;
     const float least = cut ? -float(__longlong_as_double(nucleus.last)) - sampler.slack : minus_infinity();
-    part.each_turn([&](uint32 v, const Wide<T>* x) {
+    const auto look = [&](uint32 v, const Wide<T>* x, int32) {
         uint32 passing = 0;
 #pragma unroll
         for (int32 i = 0; i < STEP<T>; i += 4) {
@@ -473,7 +541,7 @@ __device__ __forceinline__ void sample(
 #pragma unroll
             for (int32 j = 0; j < 4; ++j) {
                 const float z = sampler.rough_z(x[i + j]);
-                const bool out = z + gumbel_bound(four[j]) < threshold || z < least || v + i + j >= part.end;
+                const bool out = loses(z, four[j], threshold) || z < least || v + i + j >= part.end;
                 passing |= uint32(!out) << (i + j);
             }
         }
@@ -488,24 +556,26 @@ __device__ __forceinline__ void sample(
         }
         float greatest = float(best);
 #pragma unroll
-        for (int32 step = 16; step > 0; step /= 2) greatest = fmaxf(greatest, __shfl_xor_sync(ALL_LANES, greatest, step));
+        for (int32 step = 16; step > 0; step /= 2)
+            greatest = fmaxf(greatest, __shfl_xor_sync(ALL_LANES, greatest, step));
         threshold = greatest - sampler.slack;
-    });
+    };
+    part.template each_turn<1>(look, [](uint32) {});
     first_greatest<WARPS>(best, token, shared.values, shared.tokens);
     if (cluster_rank() == 0 && threadIdx.x == 0) chosen[row] = token;
 }
 
 #define CHOOSE_GREEDY(name, T)                                                                                     \
-    extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(GREEDY_THREADS)                    \
-        name(const T* logits, int32* chosen, uint32 V, int32 aligned)                                               \
+    extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 4)                        \
+        name(const T* logits, int32* chosen, uint32 V, int32 aligned)                                              \
     {                                                                                                              \
         greedy(logits, chosen, V, aligned);                                                                        \
     }
 
 #define CHOOSE_SAMPLED(name, T, CUT)                                                                               \
-    extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(SAMPLE_THREADS, 2) name(           \
+    extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, CUT ? 2 : 3) name(        \
         const T* logits, const int32* positions, const int64* request_ids, int32* chosen, uint32 V, int32 N,       \
-        int32 aligned, double temperature, double top_p, uint32 key0, uint32 key1)                                  \
+        int32 aligned, double temperature, double top_p, uint32 key0, uint32 key1)                                 \
     {                                                                                                              \
         sample<CUT>(logits, positions, request_ids, chosen, V, N, aligned, temperature, top_p, key0, key1);        \
     }

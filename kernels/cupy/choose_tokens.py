@@ -10,7 +10,7 @@ __all__ = ["choose_tokens"]
 
 BLOCKS = 8
 """Of a row."""
-GREEDY_THREADS, SAMPLE_THREADS = 512, 256
+THREADS = 256
 
 
 def choose_tokens(
@@ -29,16 +29,17 @@ def choose_tokens(
         chosen.fill(-1)
         return chosen
     logits = contiguous(logits)
-    aligned = np.int32(logits.data.ptr % 16 == 0 and V * logits.dtype.itemsize % 16 == 0)
+    step = 8 if logits.dtype.itemsize == 2 else 4  # logits that a lane reads at once
+    aligned = np.int32(logits.data.ptr % 16 == 0 and V % step == 0)
     if temperature == 0:
         launch(
-            *("choose_tokens", f"choose_greedy_{suffix_of(logits)}", B * N * BLOCKS, GREEDY_THREADS),
+            *("choose_tokens", f"choose_greedy_{suffix_of(logits)}", B * N * BLOCKS, THREADS),
             *(logits, chosen, np.uint32(V), aligned),
         )
     else:
         name = "choose_from_nucleus" if top_p < 1 else "choose_sampled"
         launch(
-            *("choose_tokens", f"{name}_{suffix_of(logits)}", B * N * BLOCKS, SAMPLE_THREADS),
+            *("choose_tokens", f"{name}_{suffix_of(logits)}", B * N * BLOCKS, THREADS),
             *(logits, contiguous(positions, np.int32)),
             np.uintp(0) if request_ids is None else contiguous(request_ids, np.int64),
             *(chosen, np.uint32(V), np.int32(N), aligned, np.float64(temperature), np.float64(top_p)),

@@ -64,13 +64,10 @@ __device__ __forceinline__ double gumbel(uint32 word)
     return -portable_log(-portable_log(uniform));
 }
 
-// At least the noise of a word, less 1e-4, and at most 0.05 more: in float32, without a division.
-__device__ __forceinline__ float gumbel_bound(uint32 word)
+// Whether z and the noise of a word are surely below a threshold, judged in float32 with a relative error of 1e-5. The
+// noise is -log(t) with t = -log(1 - d), and t >= d = 1 - uniform; it lifts z to the threshold if t is at most
+// e^(z - threshold).
+__device__ __forceinline__ bool loses(float z, uint32 word, float threshold)
 {
-    // With d = 1 - uniform, which a float holds to full relative precision, -log(1 - d) is at least the first terms
-    // of its series, of which d <= 1/2 leaves 4% at most.
-    const float d = (float(~word) + 0.5f) * 0x1p-32f;
-    const float series = d * (1.0f + d * (0.5f + d * (1.0f / 3.0f)));
-    const float low = -__logf((float(word) + 0.5f) * 0x1p-32f);
-    return -__logf(word >= 0x80000000u ? series : low);
+    return float(~word) * 0x1p-32f > __expf(z - threshold);
 }

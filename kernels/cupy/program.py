@@ -32,6 +32,11 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "accept_tree": (),
     "choose_tokens": ("--fmad=false",),
     "compact_cache": (),
+    "linear": (),
+    "moe_experts": (),
+    "rms_norm": (),
+    "rope": (),
+    "route_experts": (),
     "tree_positions": (),
     "visibility_words": (),
 }
