@@ -143,11 +143,10 @@ def layer_jobs(cp: Any) -> Iterator[Job]:
             functools.partial(kernels.moe_experts, x, cp.asarray(ids), numbers(M, CHOSEN), *experts),
             at_work * expert_bytes + 2 * x.nbytes,
         )
-        tree = chain_tree(np.zeros((1, M), int))
-        on_gpu = DraftTree(*(cp.asarray(v) if isinstance(v, np.ndarray) else v for v in vars(tree).values()))
+        tree = _on_gpu(cp, chain_tree(np.zeros((1, M), int)))
         rows = numbers(1, M, WIDTH)
         latents, keys = cp.ascontiguousarray(rows[..., :LATENT]), rows[..., LATENT:]
-        given = numbers(1, M, HEADS, WIDTH), cache, numbers(1, M, HEADS, 192), latents, keys, table, prefixes, on_gpu
+        given = numbers(1, M, HEADS, WIDTH), cache, numbers(1, M, HEADS, 192), latents, keys, table, prefixes, tree
         yield Job(
             f"rope {M}, {HEADS} heads, and the cache's rows",
             functools.partial(kernels.rope, *given, frequencies=frequencies),
@@ -157,6 +156,10 @@ def layer_jobs(cp: Any) -> Iterator[Job]:
 
 def _rounded(cp: Any, x: Any, dtype: Any) -> Any:
     return cp.asarray(x.get().astype(dtype))
+
+
+def _on_gpu(cp: Any, tree: DraftTree) -> DraftTree:
+    return DraftTree(*(cp.asarray(v) if isinstance(v, np.ndarray) else v for v in vars(tree).values()))
 
 
 def _accepted_chains(cp: Any, B: int, N: int, depth: int) -> tuple[DraftTree, Any, Acceptance]:
@@ -173,8 +176,7 @@ def _accepted_chains(cp: Any, B: int, N: int, depth: int) -> tuple[DraftTree, An
     counts = np.full(B, N, np.int32)
     words = np.zeros((B, N, (N + 31) // 32), np.uint32)
     scores = depths.astype(np.float64)
-    arrays: list[Any] = [cp.asarray(a) for a in (tokens, parents, depths, depths, scores, counts, words)]
-    tree = DraftTree(*arrays, depth, N)
+    tree = _on_gpu(cp, DraftTree(tokens, parents, depths, depths, scores, counts, words, depth, N))
     acceptance = kernels.accept_tree(tree, cp.asarray(choices))
     if acceptance.lengths.get().tolist() != [depth + 1] * B:
         raise AssertionError("the target accepts the whole chain: nothing is timed")
