@@ -23,6 +23,10 @@
 
 constexpr int32 BLOCKS = 8;
 constexpr int32 THREADS = 256;
+// Blocks a multiprocessor: on sm_90, where a cluster's blocks must find room in 16 or 18 of them, enough for 65 rows at
+// once; sm_120 has more multiprocessors.
+constexpr int32 SAMPLING_BLOCKS = __CUDA_ARCH__ >= 1200 ? 3 : 4;
+template <typename T> constexpr int32 NUCLEUS_BLOCKS = sizeof(T) == 8 ? 2 : 3;
 constexpr int32 BINS = 2048, FIRST_BINS_A_UNIT = 64;
 constexpr double LEAST_MASS = -28.0;  // below it exp(z) 2^40 is 0.76 at most, and its floor 0
 
@@ -78,6 +82,14 @@ __device__ __forceinline__ double widened(float x)
 }
 
 __device__ __forceinline__ double widened(double x) { return x; }
+
+template <typename X> __device__ __forceinline__ X narrowed(double x) { return x; }
+template <> __device__ __forceinline__ float narrowed<float>(double x)
+{
+    float narrow;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(narrow) : "d"(x));
+    return narrow;
+}
 
 __device__ __forceinline__ bool is_greater(float x, float y)
 {
@@ -229,8 +241,12 @@ __device__ __forceinline__ void greedy(
     if (cluster_rank() == 0 && threadIdx.x == 0) chosen[blockIdx.x / BLOCKS] = usable ? token : -1;
 }
 
-// A token's mass: the floor of exp(z) 2^40.
-__device__ __forceinline__ uint64 mass_of(double z) { return z > LEAST_MASS ? uint64(portable_exp(z) * 0x1p40) : 0; }
+// A token's mass: the floor of exp(z) 2^40. Without a branch, so that those of several tokens are made at once.
+__device__ __forceinline__ uint64 mass_of(double z)
+{
+    const uint64 mass = uint64(portable_exp(fmax(z, LEAST_MASS)) * 0x1p40);
+    return z > LEAST_MASS ? mass : 0;
+}
 
 __device__ __forceinline__ uint64 sum_of_lanes(uint64 x)
 {
@@ -367,16 +383,34 @@ template <typename T> struct Sampler {
     {
     }
 
-    // (x - top) / temperature, rounded once. With the rounded inverse at hand, a first quotient and two corrections by
-    // the exact remainder give the bits of the division (Markstein), as long as nothing comes near the type's ends.
+    // (x - top) / temperature, rounded once, of COUNT logits. With the rounded inverse at hand, a first quotient and two
+    // corrections by the exact remainder give the bits of the division (Markstein), as long as nothing comes near the
+    // type's ends: differences of narrower types do not. Of -inf comes NaN, which is no more than any threshold.
+    template <int32 COUNT> __device__ __forceinline__ void scale(const Wide<T>* x, double* z) const
+    {
+        bool far = slack > 1.0f;
+#pragma unroll
+        for (int32 i = 0; i < COUNT; ++i) {
+            const double below = widened(x[i]) - widened(top);
+            z[i] = below * inverse;
+            z[i] = __fma_rn(__fma_rn(-temperature, z[i], below), inverse, z[i]);
+            z[i] = __fma_rn(__fma_rn(-temperature, z[i], below), inverse, z[i]);
+            if (sizeof(T) == 8) {
+                const uint32 exponent = uint32(__double2hiint(below)) >> 20 & 0x7FF;
+                far |= exponent < 1023 - 400 || exponent > 1023 + 400;
+            }
+        }
+        if (far) {
+#pragma unroll
+            for (int32 i = 0; i < COUNT; ++i) z[i] = (widened(x[i]) - widened(top)) / temperature;
+        }
+    }
+
     __device__ __forceinline__ double z_of(Wide<T> x) const
     {
-        const double below = widened(x) - widened(top);
-        const uint32 exponent = uint32(__double2hiint(below)) >> 20 & 0x7FF;
-        if (exponent < 1023 - 400 || exponent > 1023 + 400 || slack > 1.0f) return below / temperature;
-        double z = below * inverse;
-        z = __fma_rn(__fma_rn(-temperature, z, below), inverse, z);
-        return __fma_rn(__fma_rn(-temperature, z, below), inverse, z);
+        double z;
+        scale<1>(&x, &z);
+        return z;
     }
 
     __device__ __forceinline__ float rough_z(Wide<T> x) const { return float(x - top) * float(inverse); }
@@ -400,17 +434,25 @@ template <typename T> struct Sampler {
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int32 place = cluster_rank() * WARPS + warp;
         Histogram& masses = shared.masses;
-        part.template each_turn<1>(
-            [&](uint32, const Wide<T>* x, int32) {
+        const auto weigh = [&](uint32, const Wide<T>* x, int32) {
+            constexpr int32 COUNT = 2;  // at once: more take registers that more blocks need
 #pragma unroll
-                for (int32 i = 0; i < STEP<T>; ++i) {
-                    if (rough_z(x[i]) < float(LEAST_MASS) - slack) continue;
-                    const double z = z_of(x[i]);
-                    const uint64 mass = mass_of(z);
-                    if (mass > 0) masses.add(int32(-z * FIRST_BINS_A_UNIT), mass);
-                }
-            },
-            [](uint32) {});
+            for (int32 start = 0; start < STEP<T>; start += COUNT) {
+                bool none = true;
+#pragma unroll
+                for (int32 i = 0; i < COUNT; ++i) none &= rough_z(x[start + i]) < float(LEAST_MASS) - slack;
+                if (none) continue;
+                double z[COUNT];
+                uint64 mass[COUNT];
+                scale<COUNT>(x + start, z);
+#pragma unroll
+                for (int32 i = 0; i < COUNT; ++i) mass[i] = mass_of(z[i]);
+#pragma unroll
+                for (int32 i = 0; i < COUNT; ++i)
+                    if (mass[i] > 0) masses.add(int32(-z[i] * FIRST_BINS_A_UNIT), mass[i]);
+            }
+        };
+        part.template each_turn<1>(weigh, [](uint32) {});
         uint64 bin, left;
         if (!masses.find(bin, left, top_p)) return false;
         uint64 least = __double_as_longlong(double(bin) / FIRST_BINS_A_UNIT);
@@ -507,7 +549,7 @@ __device__ __forceinline__ void sample(
     greatest_logit(part, top, token);
     double best = widened(top);
     first_greatest<WARPS>(best, token, shared.values, shared.tokens);  // all have cleared their bins, too
-    top = Wide<T>(best);
+    top = narrowed<Wide<T>>(best);
     if (!(best > minus_infinity() && best < -minus_infinity())) {  // alike in all threads of the cluster
         if (cluster_rank() == 0 && threadIdx.x == 0) chosen[row] = -1;
         return;
@@ -572,8 +614,8 @@ __device__ __forceinline__ void sample(
         greedy(logits, chosen, V, aligned);                                                                        \
     }
 
-#define CHOOSE_SAMPLED(name, T, CUT)                                                                               \
-    extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, CUT ? 2 : 3) name(        \
+#define CHOOSE_SAMPLED(name, T, CUT, MIN_BLOCKS)                                                                   \
+    extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, MIN_BLOCKS) name(         \
         const T* logits, const int32* positions, const int64* request_ids, int32* chosen, uint32 V, int32 N,       \
         int32 aligned, double temperature, double top_p, uint32 key0, uint32 key1)                                 \
     {                                                                                                              \
@@ -584,11 +626,11 @@ CHOOSE_GREEDY(choose_greedy_f16, __half)
 CHOOSE_GREEDY(choose_greedy_bf16, __nv_bfloat16)
 CHOOSE_GREEDY(choose_greedy_f32, float)
 CHOOSE_GREEDY(choose_greedy_f64, double)
-CHOOSE_SAMPLED(choose_sampled_f16, __half, false)
-CHOOSE_SAMPLED(choose_sampled_bf16, __nv_bfloat16, false)
-CHOOSE_SAMPLED(choose_sampled_f32, float, false)
-CHOOSE_SAMPLED(choose_sampled_f64, double, false)
-CHOOSE_SAMPLED(choose_from_nucleus_f16, __half, true)
-CHOOSE_SAMPLED(choose_from_nucleus_bf16, __nv_bfloat16, true)
-CHOOSE_SAMPLED(choose_from_nucleus_f32, float, true)
-CHOOSE_SAMPLED(choose_from_nucleus_f64, double, true)
+CHOOSE_SAMPLED(choose_sampled_f16, __half, false, SAMPLING_BLOCKS)
+CHOOSE_SAMPLED(choose_sampled_bf16, __nv_bfloat16, false, SAMPLING_BLOCKS)
+CHOOSE_SAMPLED(choose_sampled_f32, float, false, SAMPLING_BLOCKS)
+CHOOSE_SAMPLED(choose_sampled_f64, double, false, SAMPLING_BLOCKS)
+CHOOSE_SAMPLED(choose_from_nucleus_f16, __half, true, NUCLEUS_BLOCKS<__half>)
+CHOOSE_SAMPLED(choose_from_nucleus_bf16, __nv_bfloat16, true, NUCLEUS_BLOCKS<__nv_bfloat16>)
+CHOOSE_SAMPLED(choose_from_nucleus_f32, float, true, NUCLEUS_BLOCKS<float>)
+CHOOSE_SAMPLED(choose_from_nucleus_f64, double, true, NUCLEUS_BLOCKS<double>)

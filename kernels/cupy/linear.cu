@@ -8,8 +8,6 @@
 //   y        (M, O)       written in full
 #include "skinny.cuh"
 
-constexpr int32 SPLIT = 4;
-
 template <bool GATED, typename T> struct Store {
     T* y;
     int32 first, outputs;
@@ -20,7 +18,7 @@ template <bool GATED, typename T> struct Store {
     }
 };
 
-template <int32 TOKENS, bool GATED, typename T>
+template <int32 TOKENS, int32 SPLIT, bool GATED, typename T>
 __device__ __forceinline__ void tile_by_mma(
     const T* __restrict__ x, const T* __restrict__ weights, T* __restrict__ y, int32 M, int32 D, int32 O, int64 stride)
 {
@@ -40,11 +38,11 @@ __device__ __forceinline__ void tile_by_lanes(
     multiply_by_lanes<GATED>(weights, O, D, tokens, blockIdx.y, input, Store<GATED, T>{y, first, O});
 }
 
-#define BY_MMA(name, T, TOKENS, GATED)                                                                             \
+#define BY_MMA(name, T, TOKENS, SPLIT, GATED)                                                                      \
     extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(MMA_THREADS)                        \
         name(const T* x, const T* weights, T* y, int32 M, int32 D, int32 O, int64 stride)                          \
     {                                                                                                              \
-        tile_by_mma<TOKENS, GATED>(x, weights, y, M, D, O, stride);                                                \
+        tile_by_mma<TOKENS, SPLIT, GATED>(x, weights, y, M, D, O, stride);                                         \
     }
 
 #define BY_LANES(name, T, GATED)                                                                                   \
@@ -63,35 +61,67 @@ OF_TYPE(bf16, __nv_bfloat16)
 OF_TYPE(f32, float)
 OF_TYPE(f64, double)
 
-DDTREE_SHARED(linear_8_f16, mma_bytes(8));
-BY_MMA(linear_8_f16, __half, 8, false)
-DDTREE_SHARED(linear_8_bf16, mma_bytes(8));
-BY_MMA(linear_8_bf16, __nv_bfloat16, 8, false)
-DDTREE_SHARED(linear_16_f16, mma_bytes(16));
-BY_MMA(linear_16_f16, __half, 16, false)
-DDTREE_SHARED(linear_16_bf16, mma_bytes(16));
-BY_MMA(linear_16_bf16, __nv_bfloat16, 16, false)
-DDTREE_SHARED(linear_32_f16, mma_bytes(32));
-BY_MMA(linear_32_f16, __half, 32, false)
-DDTREE_SHARED(linear_32_bf16, mma_bytes(32));
-BY_MMA(linear_32_bf16, __nv_bfloat16, 32, false)
-DDTREE_SHARED(linear_64_f16, mma_bytes(64));
-BY_MMA(linear_64_f16, __half, 64, false)
-DDTREE_SHARED(linear_64_bf16, mma_bytes(64));
-BY_MMA(linear_64_bf16, __nv_bfloat16, 64, false)
-DDTREE_SHARED(gated_8_f16, mma_bytes(8));
-BY_MMA(gated_8_f16, __half, 8, true)
-DDTREE_SHARED(gated_8_bf16, mma_bytes(8));
-BY_MMA(gated_8_bf16, __nv_bfloat16, 8, true)
-DDTREE_SHARED(gated_16_f16, mma_bytes(16));
-BY_MMA(gated_16_f16, __half, 16, true)
-DDTREE_SHARED(gated_16_bf16, mma_bytes(16));
-BY_MMA(gated_16_bf16, __nv_bfloat16, 16, true)
-DDTREE_SHARED(gated_32_f16, mma_bytes(32));
-BY_MMA(gated_32_f16, __half, 32, true)
-DDTREE_SHARED(gated_32_bf16, mma_bytes(32));
-BY_MMA(gated_32_bf16, __nv_bfloat16, 32, true)
-DDTREE_SHARED(gated_64_f16, mma_bytes(64));
-BY_MMA(gated_64_f16, __half, 64, true)
-DDTREE_SHARED(gated_64_bf16, mma_bytes(64));
-BY_MMA(gated_64_bf16, __nv_bfloat16, 64, true)
+DDTREE_SHARED(linear_8_by_4_f16, mma_bytes(8));
+BY_MMA(linear_8_by_4_f16, __half, 8, 4, false)
+DDTREE_SHARED(linear_8_by_4_bf16, mma_bytes(8));
+BY_MMA(linear_8_by_4_bf16, __nv_bfloat16, 8, 4, false)
+DDTREE_SHARED(linear_8_by_8_f16, mma_bytes(8));
+BY_MMA(linear_8_by_8_f16, __half, 8, 8, false)
+DDTREE_SHARED(linear_8_by_8_bf16, mma_bytes(8));
+BY_MMA(linear_8_by_8_bf16, __nv_bfloat16, 8, 8, false)
+DDTREE_SHARED(linear_16_by_4_f16, mma_bytes(16));
+BY_MMA(linear_16_by_4_f16, __half, 16, 4, false)
+DDTREE_SHARED(linear_16_by_4_bf16, mma_bytes(16));
+BY_MMA(linear_16_by_4_bf16, __nv_bfloat16, 16, 4, false)
+DDTREE_SHARED(linear_16_by_8_f16, mma_bytes(16));
+BY_MMA(linear_16_by_8_f16, __half, 16, 8, false)
+DDTREE_SHARED(linear_16_by_8_bf16, mma_bytes(16));
+BY_MMA(linear_16_by_8_bf16, __nv_bfloat16, 16, 8, false)
+DDTREE_SHARED(linear_32_by_4_f16, mma_bytes(32));
+BY_MMA(linear_32_by_4_f16, __half, 32, 4, false)
+DDTREE_SHARED(linear_32_by_4_bf16, mma_bytes(32));
+BY_MMA(linear_32_by_4_bf16, __nv_bfloat16, 32, 4, false)
+DDTREE_SHARED(linear_32_by_8_f16, mma_bytes(32));
+BY_MMA(linear_32_by_8_f16, __half, 32, 8, false)
+DDTREE_SHARED(linear_32_by_8_bf16, mma_bytes(32));
+BY_MMA(linear_32_by_8_bf16, __nv_bfloat16, 32, 8, false)
+DDTREE_SHARED(linear_72_by_4_f16, mma_bytes(72));
+BY_MMA(linear_72_by_4_f16, __half, 72, 4, false)
+DDTREE_SHARED(linear_72_by_4_bf16, mma_bytes(72));
+BY_MMA(linear_72_by_4_bf16, __nv_bfloat16, 72, 4, false)
+DDTREE_SHARED(linear_72_by_8_f16, mma_bytes(72));
+BY_MMA(linear_72_by_8_f16, __half, 72, 8, false)
+DDTREE_SHARED(linear_72_by_8_bf16, mma_bytes(72));
+BY_MMA(linear_72_by_8_bf16, __nv_bfloat16, 72, 8, false)
+DDTREE_SHARED(gated_8_by_4_f16, mma_bytes(8));
+BY_MMA(gated_8_by_4_f16, __half, 8, 4, true)
+DDTREE_SHARED(gated_8_by_4_bf16, mma_bytes(8));
+BY_MMA(gated_8_by_4_bf16, __nv_bfloat16, 8, 4, true)
+DDTREE_SHARED(gated_8_by_8_f16, mma_bytes(8));
+BY_MMA(gated_8_by_8_f16, __half, 8, 8, true)
+DDTREE_SHARED(gated_8_by_8_bf16, mma_bytes(8));
+BY_MMA(gated_8_by_8_bf16, __nv_bfloat16, 8, 8, true)
+DDTREE_SHARED(gated_16_by_4_f16, mma_bytes(16));
+BY_MMA(gated_16_by_4_f16, __half, 16, 4, true)
+DDTREE_SHARED(gated_16_by_4_bf16, mma_bytes(16));
+BY_MMA(gated_16_by_4_bf16, __nv_bfloat16, 16, 4, true)
+DDTREE_SHARED(gated_16_by_8_f16, mma_bytes(16));
+BY_MMA(gated_16_by_8_f16, __half, 16, 8, true)
+DDTREE_SHARED(gated_16_by_8_bf16, mma_bytes(16));
+BY_MMA(gated_16_by_8_bf16, __nv_bfloat16, 16, 8, true)
+DDTREE_SHARED(gated_32_by_4_f16, mma_bytes(32));
+BY_MMA(gated_32_by_4_f16, __half, 32, 4, true)
+DDTREE_SHARED(gated_32_by_4_bf16, mma_bytes(32));
+BY_MMA(gated_32_by_4_bf16, __nv_bfloat16, 32, 4, true)
+DDTREE_SHARED(gated_32_by_8_f16, mma_bytes(32));
+BY_MMA(gated_32_by_8_f16, __half, 32, 8, true)
+DDTREE_SHARED(gated_32_by_8_bf16, mma_bytes(32));
+BY_MMA(gated_32_by_8_bf16, __nv_bfloat16, 32, 8, true)
+DDTREE_SHARED(gated_72_by_4_f16, mma_bytes(72));
+BY_MMA(gated_72_by_4_f16, __half, 72, 4, true)
+DDTREE_SHARED(gated_72_by_4_bf16, mma_bytes(72));
+BY_MMA(gated_72_by_4_bf16, __nv_bfloat16, 72, 4, true)
+DDTREE_SHARED(gated_72_by_8_f16, mma_bytes(72));
+BY_MMA(gated_72_by_8_f16, __half, 72, 8, true)
+DDTREE_SHARED(gated_72_by_8_bf16, mma_bytes(72));
+BY_MMA(gated_72_by_8_bf16, __nv_bfloat16, 72, 8, true)

@@ -1,8 +1,8 @@
 // The routed experts of a few tokens: for each the weighted sum of its experts' gated layers.
 //
 // Four launches. `plan` groups the M * K pairs of token and expert by expert, in tiles of at most `tile_tokens` pairs
-// of one expert, so that an expert's weights are read once for all of its tokens and idle experts not at all; the grids
-// of the next two have room for the most tiles that there can be, and blocks without one end. `gated` and `down` are the
+// of one expert, so that an expert's weights are read once for all of its tokens and idle experts not at all; grids of
+// the next two have room for the most tiles that there can be, and blocks without one end. `gated` and `down` are the
 // products (see skinny.cuh), a pair a row; `combine` adds up each token's pairs in the order of its experts, whatever
 // the order that they were grouped in.
 //
@@ -19,7 +19,6 @@
 #include "skinny.cuh"
 
 constexpr int32 PLAN_THREADS = 1024, MOST_EXPERTS = 4096;  // `moe_experts.py` says it too
-constexpr int32 MMA_TOKENS = 16;
 constexpr int32 COMBINE_THREADS = 256;
 
 // The sums of `x` over the threads before this one; and of all, in `total`.
@@ -101,7 +100,8 @@ template <typename T> struct StoreOutput {
     }
 };
 
-template <bool BY_MMA, typename T>
+// A tile of TOKENS pairs by tensor cores; of 0, of DOT_TOKENS by lanes.
+template <int32 TOKENS, typename T>
 __device__ __forceinline__ void gated_tile(
     const T* __restrict__ x, const T* __restrict__ gate_up, const int32* __restrict__ pairs,
     const int32* __restrict__ tiles, T* __restrict__ hidden, int32 K, int32 D, int32 I)
@@ -111,13 +111,13 @@ __device__ __forceinline__ void gated_tile(
     const T* weights = gate_up + int64(expert) * 2 * I * D;
     const auto input = [&](int32 t) { return x + int64(pairs[first + t] / K) * D; };
     const StoreHidden<T> store{hidden + int64(first) * I, I};
-    if constexpr (BY_MMA)
-        multiply_by_mma<MMA_TOKENS, 1, true>(weights, I, D, count, blockIdx.y, input, store);
+    if constexpr (TOKENS > 0)
+        multiply_by_mma<TOKENS, 1, true>(weights, I, D, count, blockIdx.y, input, store);
     else
         multiply_by_lanes<true>(weights, I, D, count, blockIdx.y, input, store);
 }
 
-template <bool BY_MMA, typename T>
+template <int32 TOKENS, typename T>
 __device__ __forceinline__ void down_tile(
     const T* __restrict__ hidden, const T* __restrict__ down, const int32* __restrict__ pairs,
     const int32* __restrict__ tiles, Wide<T>* __restrict__ outputs, int32 D, int32 I)
@@ -127,8 +127,8 @@ __device__ __forceinline__ void down_tile(
     const T* weights = down + int64(expert) * D * I;
     const auto input = [&](int32 t) { return hidden + int64(first + t) * I; };
     const StoreOutput<T> store{outputs, pairs + first, D};
-    if constexpr (BY_MMA)
-        multiply_by_mma<MMA_TOKENS, 1, false>(weights, D, I, count, blockIdx.y, input, store);
+    if constexpr (TOKENS > 0)
+        multiply_by_mma<TOKENS, 1, false>(weights, D, I, count, blockIdx.y, input, store);
     else
         multiply_by_lanes<false>(weights, D, I, count, blockIdx.y, input, store);
 }
@@ -146,20 +146,20 @@ __device__ __forceinline__ void combine(
     y[m * D + d] = rounded<T>(sum);
 }
 
-#define GATED(name, T, THREADS, BY_MMA)                                                                            \
+#define GATED(name, T, THREADS, TOKENS)                                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                          \
         name(const T* x, const T* gate_up, const int32* pairs, const int32* tiles, T* hidden, int32 K, int32 D,    \
              int32 I)                                                                                              \
     {                                                                                                              \
-        gated_tile<BY_MMA>(x, gate_up, pairs, tiles, hidden, K, D, I);                                             \
+        gated_tile<TOKENS>(x, gate_up, pairs, tiles, hidden, K, D, I);                                             \
     }
 
-#define DOWN(name, T, THREADS, BY_MMA)                                                                             \
+#define DOWN(name, T, THREADS, TOKENS)                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                          \
         name(const T* hidden, const T* down, const int32* pairs, const int32* tiles, Wide<T>* outputs, int32 D,    \
              int32 I)                                                                                              \
     {                                                                                                              \
-        down_tile<BY_MMA>(hidden, down, pairs, tiles, outputs, D, I);                                              \
+        down_tile<TOKENS>(hidden, down, pairs, tiles, outputs, D, I);                                              \
     }
 
 #define COMBINE(name, T)                                                                                           \
@@ -170,19 +170,27 @@ __device__ __forceinline__ void combine(
     }
 
 #define BY_LANES(suffix, T)                                                                                        \
-    GATED(gated_##suffix, T, DOT_THREADS, false)                                                                   \
-    DOWN(down_##suffix, T, DOT_THREADS, false)                                                                     \
+    GATED(gated_##suffix, T, DOT_THREADS, 0)                                                                       \
+    DOWN(down_##suffix, T, DOT_THREADS, 0)                                                                         \
     COMBINE(combine_##suffix, T)
 
 BY_LANES(f16, __half)
 BY_LANES(bf16, __nv_bfloat16)
 BY_LANES(f32, float)
 BY_LANES(f64, double)
-DDTREE_SHARED(gated_mma_f16, mma_bytes(MMA_TOKENS));
-GATED(gated_mma_f16, __half, MMA_THREADS, true)
-DDTREE_SHARED(gated_mma_bf16, mma_bytes(MMA_TOKENS));
-GATED(gated_mma_bf16, __nv_bfloat16, MMA_THREADS, true)
-DDTREE_SHARED(down_mma_f16, mma_bytes(MMA_TOKENS));
-DOWN(down_mma_f16, __half, MMA_THREADS, true)
-DDTREE_SHARED(down_mma_bf16, mma_bytes(MMA_TOKENS));
-DOWN(down_mma_bf16, __nv_bfloat16, MMA_THREADS, true)
+DDTREE_SHARED(gated_16_f16, mma_bytes(16));
+GATED(gated_16_f16, __half, MMA_THREADS, 16)
+DDTREE_SHARED(gated_16_bf16, mma_bytes(16));
+GATED(gated_16_bf16, __nv_bfloat16, MMA_THREADS, 16)
+DDTREE_SHARED(gated_48_f16, mma_bytes(48));
+GATED(gated_48_f16, __half, MMA_THREADS, 48)
+DDTREE_SHARED(gated_48_bf16, mma_bytes(48));
+GATED(gated_48_bf16, __nv_bfloat16, MMA_THREADS, 48)
+DDTREE_SHARED(down_16_f16, mma_bytes(16));
+DOWN(down_16_f16, __half, MMA_THREADS, 16)
+DDTREE_SHARED(down_16_bf16, mma_bytes(16));
+DOWN(down_16_bf16, __nv_bfloat16, MMA_THREADS, 16)
+DDTREE_SHARED(down_48_f16, mma_bytes(48));
+DOWN(down_48_f16, __half, MMA_THREADS, 48)
+DDTREE_SHARED(down_48_bf16, mma_bytes(48));
+DOWN(down_48_bf16, __nv_bfloat16, MMA_THREADS, 48)

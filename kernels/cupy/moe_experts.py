@@ -4,14 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from ddtree.kernels.cupy.linear import DOT_OUTPUTS, DOT_THREADS, DOT_TOKENS, MMA_ROWS, MMA_THREADS, mma_bytes, takes_mma
+from ddtree.kernels.cupy.linear import DOT_OUTPUTS, DOT_THREADS, DOT_TOKENS, MMA_THREADS, mma_bytes, mma_rows, takes_mma
 from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, suffix_of
 
 __all__ = ["moe_experts"]
 
 PLAN_THREADS, COMBINE_THREADS = 1024, 256
 MOST_EXPERTS = 4096
-MMA_TOKENS = 16
 
 
 def moe_experts(x: Any, expert_ids: Any, weights: Any, gate_up: Any, down: Any) -> Any:
@@ -24,8 +23,13 @@ def moe_experts(x: Any, expert_ids: Any, weights: Any, gate_up: Any, down: Any) 
         raise ValueError(f"down must have at most {MOST_EXPERTS} experts, got {E}")
     x, gate_up, down = contiguous(x), contiguous(gate_up), contiguous(down)
     num_pairs = M * K
-    by_mma = D > 0 and inner > 0 and takes_mma(x, gate_up, down)
-    tile_tokens, rows = (MMA_TOKENS, MMA_ROWS) if by_mma else (DOT_TOKENS, DOT_OUTPUTS)
+    if D > 0 and inner > 0 and takes_mma(x, gate_up, down):
+        # a tile with room for the pairs that an expert has, on the average and somewhat more
+        tile_tokens = 16 if num_pairs <= 10 * E else 48
+        rows, block, shared = mma_rows(tile_tokens), MMA_THREADS, mma_bytes(tile_tokens)
+        suffix = f"{tile_tokens}_{suffix_of(x)}"
+    else:
+        tile_tokens, rows, block, shared, suffix = DOT_TOKENS, DOT_OUTPUTS, DOT_THREADS, 0, suffix_of(x)
     # each expert that works may have one tile that is not full
     num_tiles = min(num_pairs, min(E, num_pairs) + num_pairs // tile_tokens)
     pairs, tiles = empty((num_pairs,), np.int32), empty((num_tiles, 3), np.int32)
@@ -35,9 +39,6 @@ def moe_experts(x: Any, expert_ids: Any, weights: Any, gate_up: Any, down: Any) 
 
     sizes = (np.int32(n) for n in (num_pairs, E, tile_tokens, num_tiles))
     launch("moe_experts", "plan", 1, PLAN_THREADS, contiguous(expert_ids, np.int32), pairs, tiles, *sizes)
-    suffix, block, shared = suffix_of(x), DOT_THREADS, 0
-    if by_mma:
-        suffix, block, shared = f"mma_{suffix}", MMA_THREADS, mma_bytes(MMA_TOKENS)
     launch(
         *("moe_experts", f"gated_{suffix}", (num_tiles, blocks_for(2 * inner, rows)), block),
         *(x, gate_up, pairs, tiles, hidden, np.int32(K), np.int32(D), np.int32(inner)),

@@ -7,6 +7,20 @@
 
 constexpr double LN2_HIGH = 6.93147180369123816490e-01, LN2_LOW = 1.90821492927058770002e-10;
 
+// a / b, rounded once, where neither is near the ends of the type: what the compiler makes of a division, but for the
+// branch to the other cases. b is inverted by the usual iteration; then one correction by the exact remainder.
+__device__ __forceinline__ double divided(double a, double b)
+{
+    double y;
+    asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(b));
+    double error = __fma_rn(-b, y, 1.0);
+    error = __fma_rn(error, error, error);
+    y = __fma_rn(y, error, y);
+    y = __fma_rn(y, __fma_rn(-b, y, 1.0), y);
+    const double quotient = a * y;
+    return __fma_rn(y, __fma_rn(-b, quotient, a), quotient);
+}
+
 // The logarithm of a positive, finite, normal x.
 __device__ __forceinline__ double portable_log(double x)
 {
@@ -17,7 +31,7 @@ __device__ __forceinline__ double portable_log(double x)
         mantissa = 2.0 * mantissa;
         exponent -= 1;
     }
-    const double k = double(exponent), f = mantissa - 1.0, s = f / (2.0 + f), z = s * s;
+    const double k = double(exponent), f = mantissa - 1.0, s = divided(f, 2.0 + f), z = s * s;
     double r = 1.479819860511658591e-01 * z;
     r = (r + 1.531383769920937332e-01) * z;
     r = (r + 1.818357216161805012e-01) * z;
@@ -40,7 +54,7 @@ __device__ __forceinline__ double portable_exp(double x)
     c = (c + -2.77777777770155933842e-03) * z;
     c = (c + 1.66666666666666019037e-01) * z;
     c = r - c;
-    const double y = 1.0 - ((low - (r * c) / (2.0 - c)) - high);
+    const double y = 1.0 - ((low - divided(r * c, 2.0 - c)) - high);
     return y * __longlong_as_double((int64(k) + 1023) << 52);  // times 2 to the k
 }
 

@@ -8,7 +8,7 @@ from ddtree.kernels.cupy.program import contiguous, empty, launch, suffix_of
 
 __all__ = ["rms_norm"]
 
-THREADS = 256
+THREADS, MOST_CHUNKS = 256, 4
 
 
 def rms_norm(x: Any, weight: Any, *, eps: float) -> Any:
@@ -22,9 +22,14 @@ def rms_norm(x: Any, weight: Any, *, eps: float) -> Any:
     rows = x.size // D if D else 0
     stride = x.strides[0] // size if x.ndim == 2 and rows > 1 else D
     y = empty(x.shape, x.dtype)
-    arrays = x, contiguous(weight, x.dtype), y
+    weight = contiguous(weight, x.dtype)
+    in_chunks = (
+        size < 8
+        and D * size <= 16 * THREADS * MOST_CHUNKS
+        and all(n % 16 == 0 for n in (D * size, stride * size, x.data.ptr, weight.data.ptr))
+    )
     launch(
-        *("rms_norm", f"rms_norm_{suffix_of(x)}", rows, THREADS),
-        *(*arrays, np.int32(D), np.int64(stride), np.float64(eps)),
+        *("rms_norm", f"{'' if in_chunks else 'any_'}rms_norm_{suffix_of(x)}", rows, THREADS),
+        *(x, weight, y, np.int32(D), np.int64(stride), np.float64(eps)),
     )
     return y

@@ -1,8 +1,9 @@
 // A token's experts: sigmoid scores in float64, corrected by a bias, from the best groups alone; ties go to the lowest
 // index, among groups too.
 //
-// One warp a token. Its scores stand in shared memory, expert e with lane e % 32. A lane keeps the best of its experts
-// that are left, so that after each choice only the lane that lost its best looks again.
+// One block a token: all its threads make the scores, and its first warp chooses. A lane keeps the best of the experts
+// e with e % 32 = its own number that are left, so that after each choice only the lane that lost its best looks again.
+// Scores are compared as integers in their order, for which a warp has a maximum in one instruction.
 //
 //   logits      (M, E)
 //   bias        (E)
@@ -10,20 +11,27 @@
 //   weights     (M, K)        written in full: scores without the bias, over their sum if `normalised`, times `scale`
 #include "floats.cuh"
 
-constexpr int32 LANES = 32;
+constexpr int32 THREADS = 128, LANES = 32;
 constexpr int32 MOST_EXPERTS = 4096;  // `route_experts.py` says it too
 
-__device__ __forceinline__ double less_than_all() { return __longlong_as_double(0xFFF0000000000000ll); }
-
-// The greatest x of the warp, of equals that of the lowest index; to all lanes.
-__device__ __forceinline__ void first_greatest(double& x, int32& index)
+// An integer in the order of x; 0 is below that of every number.
+__device__ __forceinline__ uint64 in_order(double x)
 {
-#pragma unroll
-    for (int32 step = 16; step > 0; step /= 2) {
-        const double other = __shfl_xor_sync(ALL_LANES, x, step);
-        const int32 other_index = __shfl_xor_sync(ALL_LANES, index, step);
-        if (other > x || (other == x && other_index < index)) x = other, index = other_index;
-    }
+    const int64 bits = __double_as_longlong(x);
+    return bits < 0 ? ~uint64(bits) : uint64(bits) | 1ull << 63;
+}
+
+__device__ __forceinline__ double number(uint64 order)
+{
+    return __longlong_as_double(int64(order >> 63 ? order & ~(1ull << 63) : ~order));
+}
+
+// The expert of the greatest order in the warp, of equals the lowest; to all lanes.
+__device__ __forceinline__ int32 first_greatest(uint64 order, int32 expert)
+{
+    const uint32 high = uint32(order >> 32), greatest = __reduce_max_sync(ALL_LANES, high);
+    const uint32 low = high == greatest ? uint32(order) : 0, then = __reduce_max_sync(ALL_LANES, low);
+    return __reduce_min_sync(ALL_LANES, high == greatest && low == then ? expert : MOST_EXPERTS);
 }
 
 template <typename T>
@@ -31,86 +39,82 @@ __device__ __forceinline__ void route(
     const T* __restrict__ logits, const T* __restrict__ bias, int32* __restrict__ expert_ids, T* __restrict__ weights,
     int32 E, int32 K, int32 groups, int32 kept_groups, int32 normalised, double scale)
 {
-    extern __shared__ double corrected[];  // (E), then (groups)
-    double* group_scores = corrected + E;
-    const int32 lane = threadIdx.x, size = E / groups;
+    extern __shared__ double scores[];  // (E), then (E) and (groups)
+    uint64* corrected = reinterpret_cast<uint64*>(scores + E);  // orders; 0 of what is struck out or chosen
+    double* group_scores = scores + 2 * E;
+    const int32 lane = threadIdx.x % LANES, size = E / groups;
     const int64 m = blockIdx.x;
-    const auto score_of = [&](int32 e) {
-        const double z = load(logits + m * E + e), small = exp(-fabs(z));
-        return z >= 0 ? 1 / (1 + small) : small / (1 + small);
-    };
 
-    for (int32 e = lane; e < E; e += LANES) corrected[e] = score_of(e) + double(load(bias + e));
-    // The scores, to the lanes that look at whole groups.
-    __syncwarp();
+    for (int32 e = threadIdx.x; e < E; e += THREADS) {
+        const double z = load(logits + m * E + e), small = exp(-fabs(z));
+        scores[e] = (z >= 0 ? 1.0 : small) / (1 + small);
+        corrected[e] = in_order(scores[e] + double(load(bias + e)));
+    }
+    // The scores, to all threads.
+    __syncthreads();
     if (kept_groups < groups) {
-        for (int32 g = lane; g < groups; g += LANES) {
-            double best = less_than_all(), second = best;
+        for (int32 g = threadIdx.x; g < groups; g += THREADS) {
+            uint64 best = 0, second = 0;
             for (int32 e = g * size; e < (g + 1) * size; ++e) {
-                const double x = corrected[e];
-                if (x > best) {
-                    second = best;
-                    best = x;
-                } else if (x > second) {
-                    second = x;
-                }
+                const uint64 order = corrected[e];
+                second = max(second, min(best, order));
+                best = max(best, order);
             }
-            group_scores[g] = size > 1 ? best + second : best;
+            group_scores[g] = number(best) + (size > 1 ? number(second) : 0.0);
         }
-        // Scores of groups, to all lanes; and all have read the experts' before some are struck out.
-        __syncwarp();
-        for (int32 g = lane; g < groups; g += LANES) {
+        // Scores of groups, to all threads, which have read the experts' before some are struck out.
+        __syncthreads();
+        for (int32 g = threadIdx.x; g < groups; g += THREADS) {
             int32 better = 0;
             for (int32 h = 0; h < groups; ++h)
                 better += group_scores[h] > group_scores[g] || (group_scores[h] == group_scores[g] && h < g);
-            if (better < kept_groups) continue;
-            for (int32 e = g * size; e < (g + 1) * size; ++e) corrected[e] = less_than_all();
+            for (int32 e = g * size; better >= kept_groups && e < (g + 1) * size; ++e) corrected[e] = 0;
         }
-        // The experts that are struck out, to all lanes.
-        __syncwarp();
+        // The experts that are struck out, to the warp that chooses.
+        __syncthreads();
     }
+    if (threadIdx.x >= LANES) return;
 
-    double best = less_than_all();
-    int32 expert = MOST_EXPERTS;
+    uint64 best;
+    int32 expert;
     const auto look = [&] {
-        best = less_than_all();
+        best = 0;
         expert = MOST_EXPERTS;
+#pragma unroll 4
         for (int32 e = lane; e < E; e += LANES)
             if (corrected[e] > best) best = corrected[e], expert = e;
     };
     look();
-    double total = 0, own = 0;  // of this lane: the score of choice k with lane k % 32
+    double total = 0;
     for (int32 k = 0; k < K; ++k) {
-        double x = best;
-        int32 chosen = expert;
-        first_greatest(x, chosen);
-        const double score = score_of(chosen);
-        total += score;
-        if (k % LANES == lane) own = score;
+        const int32 chosen = first_greatest(best, expert);
+        total += scores[chosen];
         if (lane == 0) expert_ids[m * K + k] = chosen;
-        if (chosen % LANES == lane) {
-            corrected[chosen] = less_than_all();
+        if (chosen == expert) {
+            corrected[chosen] = 0;
             look();
         }
     }
     total = normalised ? total + 1e-20 : 1.0;
+    // The experts, to all lanes.
+    __syncwarp();
     for (int32 k = lane; k < K; k += LANES)
-        weights[m * K + k] = rounded<T>(Wide<T>((K <= LANES ? own : score_of(expert_ids[m * K + k])) / total * scale));
+        weights[m * K + k] = rounded<T>(Wide<T>(scores[expert_ids[m * K + k]] / total * scale));
 }
 
 #define ROUTE(name, T)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(LANES)                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                          \
         name(const T* logits, const T* bias, int32* expert_ids, T* weights, int32 E, int32 K, int32 groups,        \
              int32 kept_groups, int32 normalised, double scale)                                                    \
     {                                                                                                              \
         route(logits, bias, expert_ids, weights, E, K, groups, kept_groups, normalised, scale);                    \
     }
 
-DDTREE_SHARED(route_experts_f16, 2 * MOST_EXPERTS * 8);
+DDTREE_SHARED(route_experts_f16, 3 * MOST_EXPERTS * 8);
 ROUTE(route_experts_f16, __half)
-DDTREE_SHARED(route_experts_bf16, 2 * MOST_EXPERTS * 8);
+DDTREE_SHARED(route_experts_bf16, 3 * MOST_EXPERTS * 8);
 ROUTE(route_experts_bf16, __nv_bfloat16)
-DDTREE_SHARED(route_experts_f32, 2 * MOST_EXPERTS * 8);
+DDTREE_SHARED(route_experts_f32, 3 * MOST_EXPERTS * 8);
 ROUTE(route_experts_f32, float)
-DDTREE_SHARED(route_experts_f64, 2 * MOST_EXPERTS * 8);
+DDTREE_SHARED(route_experts_f64, 3 * MOST_EXPERTS * 8);
 ROUTE(route_experts_f64, double)

@@ -8,7 +8,7 @@ from ddtree.kernels.cupy.program import contiguous, empty, launch, suffix_of
 
 __all__ = ["route_experts"]
 
-LANES = 32
+THREADS = 128
 MOST_EXPERTS = 4096
 
 
@@ -32,10 +32,10 @@ def route_experts(
         raise ValueError(f"logits must have at most {MOST_EXPERTS} columns, got {E}")
     expert_ids, weights = empty((M, K), np.int32), empty((M, K), logits.dtype)
     launch(
-        *("route_experts", f"route_experts_{suffix_of(logits)}", M, LANES),
+        *("route_experts", f"route_experts_{suffix_of(logits)}", M, THREADS),
         *(contiguous(logits), contiguous(bias, logits.dtype), expert_ids, weights),
         *(np.int32(n) for n in (E, K, n_group, topk_group, norm_topk_prob)),
         np.float64(routed_scaling_factor),
-        shared=(E + n_group) * 8,
+        shared=(2 * E + n_group) * 8,
     )
     return expert_ids, weights

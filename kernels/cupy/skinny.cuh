@@ -60,15 +60,22 @@ __device__ __forceinline__ void multiply_by_lanes(
 }
 
 // By tensor cores, for f16 and bf16 of widths that are multiples of 8 and rows that are aligned to 16 bytes. The tile
-// has 64 rows of W (of PAIRED, 32 of gate's and the same 32 of up's) and TOKENS tokens. W stands on the side of
-// mma.m16n8k16 that takes 16 rows, so that a few tokens fill the side that takes 8. SPLIT blocks of a cluster share the
-// columns and add up their sums in order of rank.
+// has TOKENS tokens and mma_rows(TOKENS) rows of W (of PAIRED, half of them gate's and the same half up's): of many
+// tokens more, since every tile reads its tokens from L2. W stands on the side of mma.m16n8k16 that takes 16 rows, so
+// that a few tokens fill the side that takes 8. SPLIT blocks of a cluster share the columns and add up their sums in
+// order of rank.
 //
 // Columns come 64 at a time through a ring of STAGES stages of shared memory, filled by cp.async. A row of a stage is
 // 128 bytes, its 8 chunks of 16 bytes in the order chunk ^ (row % 8), so that ldmatrix meets no bank twice.
-constexpr int32 MMA_THREADS = 128, MMA_ROWS = 64, STEP_BYTES = 128, STAGES = 4;
+constexpr int32 MMA_THREADS = 128, STEP_BYTES = 128;
 
-__device__ constexpr int32 mma_bytes(int32 tokens) { return STAGES * (MMA_ROWS + tokens) * STEP_BYTES; }
+__device__ constexpr int32 mma_rows(int32 tokens) { return tokens > 32 ? 128 : 64; }
+__device__ constexpr int32 mma_stages(int32 tokens) { return tokens > 32 ? 3 : 4; }
+
+__device__ constexpr int32 mma_bytes(int32 tokens)
+{
+    return mma_stages(tokens) * (mma_rows(tokens) + tokens) * STEP_BYTES;
+}
 
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 
@@ -107,22 +114,22 @@ __device__ __forceinline__ void multiply_by_mma(
     const T* __restrict__ weights, int32 outputs, int32 width, int32 tokens, int32 output_block, Input input,
     Store store)
 {
-    constexpr int32 STAGE_BYTES = (MMA_ROWS + TOKENS) * STEP_BYTES;
-    constexpr int32 OUTPUTS = PAIRED ? MMA_ROWS / 2 : MMA_ROWS;
+    constexpr int32 ROWS = mma_rows(TOKENS), STAGES = mma_stages(TOKENS), STAGE_BYTES = (ROWS + TOKENS) * STEP_BYTES;
+    constexpr int32 OUTPUTS = PAIRED ? ROWS / 2 : ROWS, ROW_TILES = ROWS / 64;  // the latter of 16 rows, a warp
     constexpr int32 COLUMNS = STEP_BYTES / sizeof(T), CHUNK = 16 / sizeof(T);
     constexpr int32 ROWS_AT_ONCE = MMA_THREADS / 8, X_COPIES = (TOKENS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-    constexpr int32 PITCH = MMA_ROWS + 4;  // of the sums, in floats
+    constexpr int32 PITCH = ROWS + 4;  // of the sums, in floats
     static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE_BYTES, "the sums take the place of the stages");
     extern __shared__ __align__(128) unsigned char stages[];
     const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = output_block * OUTPUTS;
 
     // This thread's chunk of a step in each of its rows: of W every ROWS_AT_ONCE-th, and of x.
     const int32 chunk = threadIdx.x % 8, row = threadIdx.x / 8;
-    const T* from_w[MMA_ROWS / ROWS_AT_ONCE];
+    const T* from_w[ROWS / ROWS_AT_ONCE];
     const T* from_x[X_COPIES];
     uint32 there = 0;
 #pragma unroll
-    for (int32 i = 0; i < MMA_ROWS / ROWS_AT_ONCE; ++i) {
+    for (int32 i = 0; i < ROWS / ROWS_AT_ONCE; ++i) {
         const int32 r = row + i * ROWS_AT_ONCE, output = first + r % OUTPUTS;
         there |= uint32(output < outputs) << i;
         from_w[i] = weights + (int64(r / OUTPUTS) * outputs + min(output, outputs - 1)) * width + chunk * CHUNK;
@@ -143,7 +150,7 @@ __device__ __forceinline__ void multiply_by_mma(
         const int32 column = (begin + step) * COLUMNS;
         const bool inside = column + chunk * CHUNK < width;
 #pragma unroll
-        for (int32 i = 0; i < MMA_ROWS / ROWS_AT_ONCE; ++i) {
+        for (int32 i = 0; i < ROWS / ROWS_AT_ONCE; ++i) {
             const bool is_there = inside && (there >> i & 1);
             copy_chunk(to + i * ROWS_AT_ONCE * STEP_BYTES, is_there ? from_w[i] + column : weights, is_there);
         }
@@ -151,7 +158,7 @@ __device__ __forceinline__ void multiply_by_mma(
         for (int32 i = 0; i < X_COPIES; ++i) {
             const bool is_there = inside && (there >> (16 + i) & 1);
             if (TOKENS % ROWS_AT_ONCE == 0 || row + i * ROWS_AT_ONCE < TOKENS)
-                copy_chunk(to + (MMA_ROWS + i * ROWS_AT_ONCE) * STEP_BYTES, is_there ? from_x[i] + column : weights,
+                copy_chunk(to + (ROWS + i * ROWS_AT_ONCE) * STEP_BYTES, is_there ? from_x[i] + column : weights,
                            is_there);
         }
     };
@@ -161,7 +168,7 @@ __device__ __forceinline__ void multiply_by_mma(
         if (step < steps) fetch(step);
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
-    float sums[TOKENS / 8][4] = {};
+    float sums[ROW_TILES][TOKENS / 8][4] = {};
     for (int32 step = 0; step < steps; ++step) {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
         // The stage that has come, to all threads, which are through with the one that is filled next.
@@ -171,19 +178,25 @@ __device__ __forceinline__ void multiply_by_mma(
         const uint32 stage = base + step % STAGES * STAGE_BYTES;
 #pragma unroll
         for (int32 half = 0; half < 2; ++half) {  // of the step's four times 16 columns
-            uint32 a[2][4];
+            uint32 a[ROW_TILES][2][4];
 #pragma unroll
-            for (int32 i = 0; i < 2; ++i) {
-                const int32 r = warp * 16 + lane % 16, c = half * 4 + i * 2 + lane / 16;
-                load_matrices(a[i], stage + r * STEP_BYTES + ((c ^ r % 8) << 4));
+            for (int32 m = 0; m < ROW_TILES; ++m) {
+#pragma unroll
+                for (int32 i = 0; i < 2; ++i) {
+                    const int32 r = (warp * ROW_TILES + m) * 16 + lane % 16, c = half * 4 + i * 2 + lane / 16;
+                    load_matrices(a[m][i], stage + r * STEP_BYTES + ((c ^ r % 8) << 4));
+                }
             }
 #pragma unroll
             for (int32 n = 0; n < TOKENS / 8; ++n) {
                 uint32 b[4];
-                const int32 r = MMA_ROWS + n * 8 + lane % 8, c = half * 4 + lane / 8;
+                const int32 r = ROWS + n * 8 + lane % 8, c = half * 4 + lane / 8;
                 load_matrices(b, stage + r * STEP_BYTES + ((c ^ r % 8) << 4));
-                mma(sums[n], a[0], b[0], b[1], weights);
-                mma(sums[n], a[1], b[2], b[3], weights);
+#pragma unroll
+                for (int32 m = 0; m < ROW_TILES; ++m) {
+                    mma(sums[m][n], a[m][0], b[0], b[1], weights);
+                    mma(sums[m][n], a[m][1], b[2], b[3], weights);
+                }
             }
         }
     }
@@ -193,11 +206,14 @@ __device__ __forceinline__ void multiply_by_mma(
     __syncthreads();
     float* partial = reinterpret_cast<float*>(stages);  // (TOKENS, PITCH)
 #pragma unroll
-    for (int32 n = 0; n < TOKENS / 8; ++n) {
+    for (int32 m = 0; m < ROW_TILES; ++m) {
 #pragma unroll
-        for (int32 i = 0; i < 4; ++i) {
-            const int32 r = warp * 16 + lane / 4 + i / 2 * 8, t = n * 8 + lane % 4 * 2 + i % 2;
-            partial[t * PITCH + r] = sums[n][i];
+        for (int32 n = 0; n < TOKENS / 8; ++n) {
+#pragma unroll
+            for (int32 i = 0; i < 4; ++i) {
+                const int32 r = (warp * ROW_TILES + m) * 16 + lane / 4 + i / 2 * 8, t = n * 8 + lane % 4 * 2 + i % 2;
+                partial[t * PITCH + r] = sums[m][n][i];
+            }
         }
     }
     if (SPLIT > 1) {

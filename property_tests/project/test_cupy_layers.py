@@ -63,6 +63,7 @@ def beside(cp, array, dtype):
 SHAPES = [
     *((M, 200, 130) for M in (0, 1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 200, 256)),
     *((5, D, 70) for D in (1, 3, 8, 16, 63, 64, 65, 72, 128, 264, 576, 1000, 2048)),
+    *((M, 2304, 200) for M in (3, 30, 65, 150)),
     *((9, 320, outputs) for outputs in (1, 2, 15, 31, 32, 33, 63, 64, 65, 576)),
 ]
 
@@ -104,7 +105,7 @@ def test_swiglu_of_the_reference_itself(cp, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("D", [64, 60])
+@pytest.mark.parametrize("D", [64, 60, 2304])
 def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch(cp, dtype, D):
     rng = np.random.default_rng(4)
     (x, _), (weight, _) = normal(rng, dtype, 70, D), normal(rng, dtype, 96, D)
