@@ -33,10 +33,18 @@ constexpr double LEAST_MASS = -28.0;  // below it exp(z) 2^40 is 0.76 at most, a
 // Neighbours that a lane reads at once: 16 bytes, or the four tokens of one counter.
 template <typename T> constexpr int32 STEP = sizeof(T) == 2 ? 8 : 4;
 
-// What is beyond the end of a row: -inf in every place of a word of 32 bits.
-template <typename T> constexpr uint32 EMPTY_WORD = 0xFF800000u;
-template <> constexpr uint32 EMPTY_WORD<__half> = 0xFC00FC00u;
-template <> constexpr uint32 EMPTY_WORD<__nv_bfloat16> = 0xFF80FF80u;
+// What is beyond the end of a row: 16 bytes of -inf.
+template <typename T> __device__ __forceinline__ uint4 beyond_the_end()
+{
+    constexpr uint32 F32 = 0xFF800000u, F64 = 0xFFF00000u;  // the latter behind a lower word of 0
+    constexpr uint32 WORD = sizeof(T) == 4 ? F32 : 0xFF80FF80u;  // of two bfloat16
+    return sizeof(T) == 8 ? uint4{0, F64, 0, F64} : uint4{WORD, WORD, WORD, WORD};
+}
+
+template <> __device__ __forceinline__ uint4 beyond_the_end<__half>()
+{
+    return {0xFC00FC00u, 0xFC00FC00u, 0xFC00FC00u, 0xFC00FC00u};
+}
 
 __device__ __forceinline__ void unpack(const uint4* bits, const __nv_bfloat16*, float* x)
 {
@@ -132,7 +140,7 @@ template <typename T> struct Part {
                 for (int32 i = 0; i < GROUPS; ++i) {
 #pragma unroll
                     for (int32 j = 0; j < WORDS; ++j) {
-                        words[i][j] = {EMPTY_WORD<T>, EMPTY_WORD<T>, EMPTY_WORD<T>, EMPTY_WORD<T>};
+                        words[i][j] = beyond_the_end<T>();
                         if (v + i * 32 * STEP<T> < end)
                             words[i][j] = reinterpret_cast<const uint4*>(row + v + i * 32 * STEP<T>)[j];
                     }
@@ -383,9 +391,9 @@ template <typename T> struct Sampler {
     {
     }
 
-    // (x - top) / temperature, rounded once, of COUNT logits. With the rounded inverse at hand, a first quotient and two
-    // corrections by the exact remainder give the bits of the division (Markstein), as long as nothing comes near the
-    // type's ends: differences of narrower types do not. Of -inf comes NaN, which is no more than any threshold.
+    // (x - top) / temperature, rounded once, of COUNT logits. With the rounded inverse at hand, a first quotient and
+    // two corrections by the exact remainder give the bits of the division (Markstein), as long as nothing comes near
+    // the type's ends: differences of narrower types do not. Of -inf comes NaN, which is above no threshold.
     template <int32 COUNT> __device__ __forceinline__ void scale(const Wide<T>* x, double* z) const
     {
         bool far = slack > 1.0f;

@@ -116,6 +116,18 @@ def test_choices_in_a_large_vocabulary(cp, dtype, kind):
         assert_same_choices(cp, logits, **sampling(rng, shape, temperature=temperature, top_p=top_p))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_without_a_choice_in_vocabularies_of_any_size(cp, dtype):
+    for vocab in (1, 4, 8, 12, 64, 1000, 4096, 70_000):
+        logits = np.full((1, 6, vocab), -np.inf)
+        logits[0, 1, -1], logits[0, 2, -1], logits[0, 3, 0], logits[0, 4, -1] = np.nan, np.inf, np.nan, -60_000.0
+        positions = np.arange(6, dtype=np.int32)[None]
+        expected = [[-1, -1, -1, -1, vocab - 1, -1]]
+        sent = cp.asarray(logits.astype(dtype))
+        for options in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}):
+            assert kernels.choose_tokens(sent, positions=cp.asarray(positions), **options).tolist() == expected
+
+
 @pytest.mark.parametrize("temperature", [1e-300, 1e-41, 1e-30, 1e-3, 1e30, 1e300])
 @pytest.mark.parametrize("scale", [1e-44, 1e-30, 1.0, 3e38])
 def test_choices_at_the_ends_of_the_range(cp, temperature, scale):
