@@ -16,7 +16,9 @@
 //      are equal (at once where logits have few bits): `last` is that z, and of those equal to it the first are kept;
 //   3. the noise. A bound of it in float32 rules most tokens out before any arithmetic in float64.
 //
-// Version 1 had one block a row, and found the last digit by digit in eight passes, with a float64 exponential in each.
+// Version 1 had one block a row, and found `last` digit by digit in eight passes, with a float64 exponential in each.
+// Version 2 had the clusters and bins, but a branch at each division and exponential, so that one waited for another.
+// Version 3, this one, has neither: 124 for 197 us of 65 rows of 163,840 bf16 with top-p 0.9 on an H200; greedy, 8.5.
 #include "cluster.cuh"
 #include "floats.cuh"
 #include "portable_math.cuh"

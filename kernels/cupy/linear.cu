@@ -3,6 +3,10 @@
 // A block, or a cluster of SPLIT blocks that share the columns, has a tile of tokens and outputs (see skinny.cuh).
 // Neighbours in the grid have the same outputs, so that W comes from memory once however many tokens there are.
 //
+// Version 1 gave every tile 64 rows of W, and up to 64 tokens: 65 took two tiles, and each read as much of x as of W.
+// Version 2, this one, has 128 rows beside up to 72 tokens: for 65 and the output layer of 163,840 rows of 7168,
+// 834 for 1,416 us on an H200, where one token takes 536.
+//
 //   x        (M, stride)  of which D columns are used
 //   weights  (O, D); of `gated`, (2 O, D): gate's rows, then up's
 //   y        (M, O)       written in full

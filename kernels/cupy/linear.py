@@ -10,7 +10,7 @@ __all__ = ["linear", "mma_bytes", "mma_rows", "multiply", "takes_mma"]
 
 MMA_THREADS, STEP = 128, 64
 """Of a block, and columns that it reads at a time."""
-FEW_ROWS, LEAST_STEPS = 12_800, 4
+FEW_ROWS, LEAST_STEPS = 4096, 4
 DOT_THREADS, DOT_ROWS, DOT_TOKENS = 256, 4, 8
 DOT_OUTPUTS = DOT_ROWS * DOT_THREADS // 32
 """Of a block."""
