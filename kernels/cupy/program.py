@@ -26,9 +26,17 @@ __all__ = [
 ]
 
 OPTIONS = ("-std=c++17",)
-"""Of every program."""
+"""Of every program. CuPy adds ``-ftz=true``, by which float32 operations take subnormal numbers for 0."""
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
+    "accept_tree": (),
+    "choose_tokens": ("--fmad=false",),
+    "compact_cache": (),
+    "linear": (),
+    "moe_experts": (),
+    "rms_norm": (),
+    "rope": (),
+    "route_experts": (),
     "tree_positions": (),
     "visibility_words": (),
 }
