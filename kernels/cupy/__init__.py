@@ -8,6 +8,6 @@ Importing this package imports neither CuPy nor a kernel: each name below loads 
 
 from ddtree.kernels.lazy import load_on_demand
 
-__all__ = ["tree_positions", "visibility_words"]
+__all__ = ["build_tree", "topk_log_probs", "tree_positions", "visibility_words"]
 
 load_on_demand(__name__)

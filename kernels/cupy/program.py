@@ -29,6 +29,8 @@ OPTIONS = ("-std=c++17",)
 """Of every program."""
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
+    "build_tree": (),
+    "topk_log_probs": (),
     "tree_positions": (),
     "visibility_words": (),
 }

@@ -1,0 +1,656 @@
+// The draft trees of highest total probability: the first `budget` rank paths by score, then by path.
+//
+// Two ways, for small and for large trees; each builds the trees of a batch in one launch, one request a block.
+//
+// search_N: best-first search by one warp, whose registers hold what may come next. Node i has a list, its children in
+//   order of rank, of which the first that is not yet taken stands in a register of lane i % 32. Taking a path is one
+//   minimum over the warp; what its successors cost is known before it is taken, so that loads and sums are off the
+//   path from one minimum to the next. For budgets to N = 32, 64 and 128 and for paths whose codes fit a word.
+//
+// grow_*: level by level, all threads at once, for any budget and depth. A bound is kept that at least `budget` paths
+//   reach; of each level's children only those strictly better than it are made, a bisection over all paths made so
+//   far raises it, and what no longer exceeds it is dropped. So at the end all paths better than the bound are there,
+//   about `budget` of them, and are sorted. If they are fewer, those that equal the bound fill the rest in the order of
+//   paths. A path that equals the bound and has a parent that does too adds candidates that change no sum, so below
+//   each first such path the tree is regular, and the place of every node in it is calculated. In shared memory
+//   (grow_shared) or, for more nodes, in global memory (grow_global).
+//
+// fill_visibility: one warp a node, after grow_*.
+//
+//   log_probs         float32 (B, L, K)
+//   token_ids         int32   (B, L, K)
+//   root_token_ids    int32   (B)
+//   tokens, parents, depths, ranks   int32 (B, N)   written in full, as all that follows
+//   scores            float64 (B, N)
+//   node_counts       int32   (B)
+//   words             uint32  (B, N, W)   bit j % 32 of word j / 32 of row i: node i sees node j
+#include "block.cuh"
+#include "path_code.cuh"
+
+extern __shared__ uint64 arena[];
+
+struct Trees {
+    const float* log_probs;
+    const int32* token_ids;
+    const int32* root_token_ids;
+    int32 *tokens, *parents, *depths, *ranks;
+    double* scores;
+    int32* node_counts;
+    uint32* words;
+    int32 L, K, N;
+};
+
+__device__ __forceinline__ void write_node(
+    const Trees& trees, int64 place, int32 token, int32 parent, int32 depth, int32 rank, double score)
+{
+    trees.tokens[place] = token;
+    trees.parents[place] = parent;
+    trees.depths[place] = depth;
+    trees.ranks[place] = rank;
+    trees.scores[place] = score;
+}
+
+// ---------------------------------------------------------------------------------------------------- search_N
+
+constexpr int32 SEARCH_THREADS = 128;
+constexpr int32 SEARCH_DEPTHS = 50;  // most depths; the codes of paths of 128 nodes then fit a word
+
+constexpr uint32 search_shared(int32 most_nodes)
+{
+    return (SEARCH_DEPTHS + 2) * (most_nodes + 2) * sizeof(float) + SEARCH_DEPTHS * most_nodes * sizeof(int32);
+}
+
+// What a lane knows of one list, packed: the node's depth, its code's length, and the rank of the child in question.
+__device__ __forceinline__ uint32 pack(uint32 depth, uint32 bits, uint32 rank) { return depth | bits << 8 | rank << 16; }
+__device__ __forceinline__ uint32 depth_in(uint32 packed) { return packed & 255; }
+__device__ __forceinline__ uint32 bits_in(uint32 packed) { return packed >> 8 & 255; }
+__device__ __forceinline__ uint32 rank_in(uint32 packed) { return packed >> 16; }
+
+template <int SLOTS>
+__device__ __forceinline__ void search(const Trees& trees)
+{
+    constexpr int32 MOST = 32 * SLOTS, MOST_WORDS = SLOTS + 1;
+    __shared__ uint64 node_keys[MOST + 1];
+    __shared__ uint32 node_paths[MOST + 1];  // parent, depth and rank, a byte each
+    __shared__ int32 found;
+
+    const int32 L = trees.L, N = trees.N, budget = N - 1, width = min(trees.K, budget), columns = width + 2;
+    const int32 t = threadIdx.x, lane = t % 32;
+    const int64 request = blockIdx.x;
+    float* costs = reinterpret_cast<float*>(arena);  // (L + 2, columns): what is behind a row or the last is +inf
+    int32* tokens = reinterpret_cast<int32*>(costs + (L + 2) * columns);  // (L, width)
+
+    for (int32 i = t; i < (L + 2) * columns; i += SEARCH_THREADS) {
+        const int32 d = i / columns, r = i % columns;
+        const bool inside = d < L && r < width;
+        const int64 source = (request * L + d) * trees.K + r;
+        costs[i] = inside ? cost_of(trees.log_probs[source]) : -minus_infinity();
+        if (inside) tokens[d * width + r] = trees.token_ids[source];
+    }
+    // The costs to the first warp, and the tokens to those who write the nodes.
+    __syncthreads();
+
+    if (t < 32) {
+        // Of list 32 * s + lane: its node, the child in question, and the keys of the child's two successors.
+        uint64 node_key[SLOTS], node_code[SLOTS], child_key[SLOTS], sibling_key[SLOTS], grandchild_key[SLOTS];
+        uint32 packed[SLOTS];
+#pragma unroll
+        for (int s = 0; s < SLOTS; ++s) {
+            node_key[s] = node_code[s] = 0;
+            packed[s] = pack(0, 0, 0);
+            child_key[s] = s == 0 && lane == 0 ? key_after(0, costs[0]) : NOT_DRAFTED;
+            sibling_key[s] = key_after(0, costs[1]);
+            grandchild_key[s] = key_after(child_key[s], costs[columns]);
+        }
+        int32 n = 1;  // nodes so far
+        for (; n < N; ++n) {
+            uint64 best = child_key[0];
+            int32 slot = 0;
+            bool doubt = false;  // whether another of the lane's keys equals the best
+#pragma unroll
+            for (int s = 1; s < SLOTS; ++s) {
+                doubt = child_key[s] < best ? false : doubt || child_key[s] == best;
+                slot = child_key[s] < best ? s : slot;
+                best = min(best, child_key[s]);
+            }
+            const uint32 high = uint32(best >> 32), least_high = __reduce_min_sync(ALL_LANES, high);
+            if (least_high >= uint32(NOT_DRAFTED >> 32)) break;  // nothing is left, in every lane
+            uint32 lanes = __ballot_sync(ALL_LANES, high == least_high);
+            if ((lanes & (lanes - 1)) != 0 || (lanes & __ballot_sync(ALL_LANES, doubt)) != 0) {
+                const uint32 low = uint32(best);
+                const uint32 least_low = __reduce_min_sync(ALL_LANES, high == least_high ? low : ~0u);
+                bool equal = high == least_high && low == least_low;
+                uint64 code = ~0ull;
+#pragma unroll
+                for (int s = 0; s < SLOTS; ++s) {
+                    const uint64 other = with_rank(node_code[s], bits_in(packed[s]), rank_in(packed[s]));
+                    if (equal && child_key[s] == best && other <= code) {
+                        code = other;
+                        slot = s;
+                    }
+                }
+                const uint32 code_high = uint32(code >> 32), code_low = uint32(code);
+                const uint32 least_code_high = __reduce_min_sync(ALL_LANES, equal ? code_high : ~0u);
+                equal = equal && code_high == least_code_high;
+                const uint32 least_code_low = __reduce_min_sync(ALL_LANES, equal ? code_low : ~0u);
+                lanes = __ballot_sync(ALL_LANES, equal && code_low == least_code_low);
+            }
+            const int32 taker = __ffs(lanes) - 1;
+
+            uint32 own_packed = packed[0];
+            uint64 own_grandchild = grandchild_key[0], own_code = node_code[0];
+#pragma unroll
+            for (int s = 1; s < SLOTS; ++s) {
+                own_packed = slot == s ? packed[s] : own_packed;
+                own_grandchild = slot == s ? grandchild_key[s] : own_grandchild;
+                own_code = slot == s ? node_code[s] : own_code;
+            }
+            // The path that is taken, to the lane of its own list.
+            const uint64 key = __shfl_sync(ALL_LANES, best, taker);
+            const uint64 first_key = __shfl_sync(ALL_LANES, own_grandchild, taker);
+            const uint64 parent_code = __shfl_sync(ALL_LANES, own_code, taker);
+            const uint32 path = __shfl_sync(ALL_LANES, own_packed, taker);
+            const int32 taken_slot = __shfl_sync(ALL_LANES, slot, taker);
+            const uint32 depth = depth_in(path) + 1, rank = rank_in(path), bits = bits_in(path);
+            if (lane == 0) {
+                node_keys[n] = key;
+                node_paths[n] = uint32(32 * taken_slot + taker) | depth << 8 | rank << 16;
+            }
+            const uint64 code = with_rank(parent_code, bits, rank);
+            const uint32 new_packed = pack(depth, bits + rank_bits(rank), 0);
+#pragma unroll
+            for (int s = 0; s < SLOTS; ++s) {
+                const bool taken = s == taken_slot && lane == taker, made = 32 * s + lane == n;
+                node_key[s] = made ? key : node_key[s];
+                node_code[s] = made ? code : node_code[s];
+                packed[s] = made ? new_packed : taken ? packed[s] + pack(0, 0, 1) : packed[s];
+                child_key[s] = made ? first_key : taken ? sibling_key[s] : child_key[s];
+                const float* row = costs + depth_in(packed[s]) * columns;
+                sibling_key[s] = key_after(node_key[s], row[rank_in(packed[s]) + 1]);
+                grandchild_key[s] = key_after(child_key[s], row[columns]);
+            }
+        }
+        if (lane == 0) {
+            found = n;
+            node_keys[0] = 0;
+            node_paths[0] = 0;
+        }
+    }
+    // The nodes, to all who write them.
+    __syncthreads();
+
+    const int32 n = found, W = (N + 31) / 32;
+    if (t == 0) trees.node_counts[request] = n;
+    for (int32 i = t; i < N; i += SEARCH_THREADS) {
+        const int64 place = request * N + i;
+        uint32 seen[MOST_WORDS] = {};
+        if (i < n) {
+            const uint32 path = node_paths[i];
+            const int32 parent = path & 255, depth = path >> 8 & 255, rank = path >> 16;
+            const int32 token = i > 0 ? tokens[(depth - 1) * width + rank] : trees.root_token_ids[request];
+            write_node(trees, place, token, i > 0 ? parent : -1, depth, i > 0 ? rank : -1, score_of(node_keys[i]));
+            for (int32 j = i;; j = node_paths[j] & 255) {
+#pragma unroll
+                for (int w = 0; w < MOST_WORDS; ++w) seen[w] |= j / 32 == w ? 1u << (j % 32) : 0u;
+                if (j == 0) break;
+            }
+        } else {
+            write_node(trees, place, -1, -1, -1, -1, minus_infinity());
+        }
+#pragma unroll
+        for (int w = 0; w < MOST_WORDS; ++w)
+            if (w < W) trees.words[place * W + w] = seen[w];
+    }
+}
+
+#define TREES_PARAMETERS                                                                                              \
+    const float *__restrict__ log_probs, const int32 *__restrict__ token_ids, const int32 *__restrict__ root_token_ids, \
+        int32 *__restrict__ tokens, int32 *__restrict__ parents, int32 *__restrict__ depths, int32 *__restrict__ ranks, \
+        double *__restrict__ scores, int32 *__restrict__ node_counts, uint32 *__restrict__ words, int32 L, int32 K, int32 N
+#define TREES                                                                                                    \
+    Trees { log_probs, token_ids, root_token_ids, tokens, parents, depths, ranks, scores, node_counts, words, L, K, N }
+
+extern "C" __global__ void __launch_bounds__(SEARCH_THREADS, 1) search_32(TREES_PARAMETERS) { search<1>(TREES); }
+extern "C" __global__ void __launch_bounds__(SEARCH_THREADS, 1) search_64(TREES_PARAMETERS) { search<2>(TREES); }
+extern "C" __global__ void __launch_bounds__(SEARCH_THREADS, 1) search_128(TREES_PARAMETERS) { search<4>(TREES); }
+DDTREE_SHARED(search_32, search_shared(32));
+DDTREE_SHARED(search_64, search_shared(64));
+DDTREE_SHARED(search_128, search_shared(128));
+
+// ---------------------------------------------------------------------------------------------------- grow_*
+
+constexpr int32 GROW_THREADS = 1024;
+constexpr uint32 GROW_SHARED = 100000;  // beside what is static
+
+// More paths than this are dropped to the `budget` best or a few more.
+__host__ __device__ constexpr int64 most_kept(int64 budget) { return budget + (budget >= 4 ? budget / 4 : 1); }
+
+// The root is path 0; parents lie before their children, and depths one after the other.
+template <typename Index>
+struct Paths {
+    int32 capacity;
+    uint64 *keys, *codes;
+    uint32 *order;  // offsets of children, where paths have moved to, and at the end which path is where
+    uint32 *widths, *sizes;  // of a depth: candidates that are drafted, and nodes from one on that equals the bound
+    float* costs;  // of the candidates of one depth
+    Index *parents, *ranks, *depths, *bits;
+    Index *nexts;  // the first rank that is not yet made
+    Index *products;  // of rank + 1 along the path: so many paths come before its continuations
+
+    // Mirrored in build_tree.py.
+    __device__ Paths(unsigned char* memory, int32 budget, int32 L, int32 columns)
+    {
+        capacity = 2 * int32(most_kept(budget)) + 2;
+        keys = reinterpret_cast<uint64*>(memory);
+        codes = keys + capacity;
+        order = reinterpret_cast<uint32*>(codes + capacity);
+        widths = order + capacity + 1;
+        sizes = widths + L;
+        costs = reinterpret_cast<float*>(sizes + L + 2);
+        parents = reinterpret_cast<Index*>(costs + columns);
+        ranks = parents + capacity;
+        depths = ranks + capacity;
+        bits = depths + capacity;
+        nexts = bits + capacity;
+        products = nexts + capacity;
+    }
+
+    // Whether a path comes before another of equal score and code: node by node, and a prefix before its continuation.
+    // A path is its parent and its last rank. Codes are equal where one continues the other by zeros or both are cut.
+    __device__ bool precedes(uint32 parent_a, uint32 rank_a, uint32 parent_b, uint32 rank_b) const
+    {
+        const int32 depth_a = depths[parent_a], depth_b = depths[parent_b];
+        for (int32 d = depth_a; d > depth_b; --d) {
+            rank_a = ranks[parent_a];
+            parent_a = parents[parent_a];
+        }
+        for (int32 d = depth_b; d > depth_a; --d) {
+            rank_b = ranks[parent_b];
+            parent_b = parents[parent_b];
+        }
+        if (parent_a == parent_b && rank_a == rank_b) return depth_a < depth_b;
+        while (parent_a != parent_b) {
+            rank_a = ranks[parent_a];
+            parent_a = parents[parent_a];
+            rank_b = ranks[parent_b];
+            parent_b = parents[parent_b];
+        }
+        return rank_a < rank_b;
+    }
+};
+
+// The first r of [from, to) of which `ends` holds, or `to`; once it holds it does so on.
+template <typename Ends>
+__device__ __forceinline__ uint32 first_where(uint32 from, uint32 to, Ends ends)
+{
+    while (from < to) {
+        const uint32 middle = (from + to) / 2;
+        if (ends(middle)) to = middle; else from = middle + 1;
+    }
+    return from;
+}
+
+// Sort `count` pairs of keys and order by `before(key_a, order_a, key_b, order_b)`, as a bitonic network. There is room
+// to the next power of 2, and what stands there is lost.
+template <typename Before>
+__device__ void sort_paths(Block& block, uint64* keys, uint32* order, uint32 count, Before before)
+{
+    uint32 size = 1;
+    while (size < count) size *= 2;
+    for (uint32 i = count + block.t; i < size; i += block.size) keys[i] = ~0ull;  // behind all
+    for (uint32 span = 2; span <= size; span *= 2) {
+        for (uint32 step = span / 2; step > 0; step /= 2) {
+            // What the last step, or whoever filled them, has left, to the threads that compare it.
+            __syncthreads();
+            for (uint32 pair = block.t; pair < size / 2; pair += block.size) {
+                const uint32 i = 2 * pair - (pair & (step - 1)), j = i + step;
+                const uint64 key_i = keys[i], key_j = keys[j];
+                const uint32 order_i = order[i], order_j = order[j];
+                const bool swapped = (i & span) != 0;
+                const bool wrong = swapped ? before(key_i, order_i, key_j, order_j) : before(key_j, order_j, key_i, order_i);
+                if (wrong) {
+                    keys[i] = key_j;
+                    keys[j] = key_i;
+                    order[i] = order_j;
+                    order[j] = order_i;
+                }
+            }
+        }
+    }
+    // The sorted pairs, to all threads.
+    __syncthreads();
+}
+
+template <typename Index>
+struct Growth {
+    const Trees& trees;
+    Block& block;
+    Paths<Index> paths;
+    const uint32 budget, columns;
+    const float* log_probs;  // (L, K), of this request
+    uint64 bound = NOT_DRAFTED;  // at least `budget` paths have a key of at most this, or it is NOT_DRAFTED
+    uint32 count = 1;  // paths, the root included; all of them but the root have keys below the bound
+    uint32 begin = 0, end = 1;  // those of the depth whose children are made
+    uint32 made_from = 1;  // the first of their children
+
+    __device__ Growth(const Trees& trees_, Block& block_, unsigned char* memory)
+        : trees(trees_), block(block_),
+          paths(memory, trees_.N - 1, trees_.L, min(trees_.K, trees_.N - 1)), budget(trees_.N - 1),
+          columns(min(trees_.K, trees_.N - 1)), log_probs(trees_.log_probs + int64(blockIdx.x) * trees_.L * trees_.K)
+    {
+    }
+
+    // Paths but for the root that are at most `key`.
+    __device__ uint32 count_upto(uint64 key)
+    {
+        uint32 found = 0;
+        for (uint32 i = 1 + block.t; i < count; i += block.size) found += paths.keys[i] <= key;
+        return block.sum(found);
+    }
+
+    // Of more than most_kept(budget) paths keep those strictly better than a new bound that `budget` of them reach.
+    __device__ void raise_bound()
+    {
+        uint64 low = paths.keys[1], high = bound - 1;  // the first is the best of all: rank 0 at depth 1
+        while (low < high) {
+            const uint64 middle = low + (high - low) / 2;
+            const uint32 reached = count_upto(middle);
+            if (reached < budget) {
+                low = middle + 1;
+            } else {
+                high = middle;
+                if (reached <= most_kept(budget)) break;
+            }
+        }
+        bound = high;
+        keep_better();
+    }
+
+    // Drop paths that are not better than the bound; the others keep their order.
+    __device__ void keep_better()
+    {
+        uint32 kept = 0;
+        for (uint32 base = 0; base < count; base += block.size) {
+            const uint32 i = base + block.t, at = min(i, count - 1);
+            const uint64 key = paths.keys[at], code = paths.codes[at];
+            const Index parent = paths.parents[at], rank = paths.ranks[at], depth = paths.depths[at];
+            const Index bits = paths.bits[at], next = paths.nexts[at], product = paths.products[at];
+            const bool keeps = i < count && (i == 0 || key < bound);
+            uint32 total;
+            const uint32 place = kept + block.sum_before(keeps, total);
+            if (i < count) paths.order[i] = place;
+            // Where each has gone, to its children. All of this chunk have been read, so it may be overwritten.
+            block.barrier();
+            if (keeps) {
+                paths.keys[place] = key;
+                paths.codes[place] = code;
+                paths.parents[place] = paths.order[parent];
+                paths.ranks[place] = rank;
+                paths.depths[place] = depth;
+                paths.bits[place] = bits;
+                paths.nexts[place] = next;
+                paths.products[place] = product;
+            }
+            kept += total;
+        }
+        if (block.t == 0) paths.order[count] = kept;
+        // The paths, to all; and where the depths begin now.
+        block.barrier();
+        begin = paths.order[begin];
+        end = paths.order[end];
+        made_from = paths.order[made_from];
+        count = kept;
+        // All know where the depths begin, before `order` is written again.
+        block.barrier();
+    }
+
+    // Make the children of the paths of `depth` that are better than the bound.
+    __device__ void grow(int32 depth)
+    {
+        const float* row = log_probs + int64(depth) * trees.K;
+        uint32 width = columns;
+        for (uint32 r = block.t; r < columns; r += block.size) {
+            const float cost = cost_of(row[r]);
+            paths.costs[r] = cost;
+            if (cost == -minus_infinity()) width = min(width, r);
+        }
+        width = block.least(width);
+        if (block.t == 0) paths.widths[depth] = width;
+        made_from = count;
+        while (true) {
+            const uint32 room = paths.capacity - count;
+            uint32 total = 0;
+            for (uint32 base = begin; base < end; base += block.size) {
+                const uint32 i = base + block.t;
+                uint32 children = 0;
+                if (i < end) {
+                    const uint64 key = paths.keys[i];
+                    const uint32 next = paths.nexts[i], limit = min(width, budget / paths.products[i]);
+                    const auto is_out = [&](uint32 r) { return key_after(key, paths.costs[r]) >= bound; };
+                    children = min(first_where(next, limit, is_out) - next, room + 1);
+                }
+                uint32 here;
+                const uint32 before = total + block.sum_before(children, here);
+                if (i < end) paths.order[i] = before;
+                total += here;
+            }
+            const uint32 making = min(total, room);
+            // The offsets, to all who make children.
+            block.barrier();
+            for (uint32 child = block.t; child < making; child += block.size) {
+                const auto is_behind = [&](uint32 i) { return paths.order[i] > child; };
+                const uint32 parent = first_where(begin, end, is_behind) - 1;
+                const uint32 rank = paths.nexts[parent] + child - paths.order[parent], place = count + child;
+                const uint32 bits = paths.bits[parent];
+                paths.keys[place] = key_after(paths.keys[parent], paths.costs[rank]);
+                paths.codes[place] = with_rank(paths.codes[parent], bits, rank);
+                paths.parents[place] = parent;
+                paths.ranks[place] = rank;
+                paths.depths[place] = depth + 1;
+                paths.bits[place] = min(bits + rank_bits(rank), uint32(CODE_BITS));
+                paths.nexts[place] = 0;
+                paths.products[place] = paths.products[parent] * (rank + 1);
+            }
+            // The children, to all; and the first ranks may be changed, now that they have been read.
+            block.barrier();
+            count += making;
+            if (total <= room) break;
+            for (uint32 i = begin + block.t; i < end; i += block.size) {
+                const uint32 offset = min(paths.order[i], making);
+                const uint32 behind = i + 1 < end ? min(paths.order[i + 1], making) : making;
+                paths.nexts[i] += behind - offset;
+            }
+            // The first ranks, to who moves them.
+            block.barrier();
+            raise_bound();
+        }
+        if (count - 1 > most_kept(budget)) raise_bound();
+        begin = made_from;
+        end = count;
+    }
+
+    // Write the nodes that are better than the bound, and return how many there are. Their places go to `products`.
+    __device__ uint32 write_better()
+    {
+        for (uint32 i = block.t; i < count; i += block.size) paths.order[i] = i;
+        sort_paths(block, paths.keys + 1, paths.order + 1, count - 1,
+                   [&](uint64 key_a, uint32 a, uint64 key_b, uint32 b) {
+                       if (key_a != key_b) return key_a < key_b;
+                       if (key_a == ~0ull || a == b) return false;
+                       if (paths.codes[a] != paths.codes[b]) return paths.codes[a] < paths.codes[b];
+                       return paths.precedes(paths.parents[a], paths.ranks[a], paths.parents[b], paths.ranks[b]);
+                   });
+        const uint32 better = min(count - 1, budget);
+        for (uint32 i = block.t; i <= better; i += block.size) paths.products[paths.order[i]] = i;
+        // The places, to those who write the parents.
+        block.barrier();
+        for (uint32 i = 1 + block.t; i <= better; i += block.size) {
+            const uint32 path = paths.order[i];
+            write(i, paths.products[paths.parents[path]], paths.depths[path], paths.ranks[path], paths.keys[i]);
+        }
+        return better;
+    }
+
+    __device__ void write(uint32 node, int32 parent, int32 depth, int32 rank, uint64 key)
+    {
+        const int64 request = blockIdx.x, source = (request * trees.L + depth - 1) * trees.K + rank;
+        write_node(trees, request * trees.N + node, trees.token_ids[source], parent, depth, rank, score_of(key));
+    }
+
+    // Fill up with nodes whose keys equal the bound, behind the `better` ones, and return how many there are then.
+    __device__ uint32 write_equal(uint32 better)
+    {
+        const uint32 missing = budget - better, L = trees.L;
+        // How many candidates of a depth change no sum that equals the bound, ...
+        for (uint32 depth = block.warp; depth < L; depth += block.warps) {
+            const float* row = log_probs + int64(depth) * trees.K;
+            uint32 unchanging = 0;
+            for (uint32 base = 0; base < columns; base += 32) {
+                const uint32 r = base + block.lane;
+                const bool changes = r >= columns || key_after(bound, cost_of(row[r])) != bound;
+                const uint32 lanes = __ballot_sync(ALL_LANES, changes);
+                unchanging += lanes == 0 ? 32 : __ffs(lanes) - 1;
+                if (lanes != 0) break;
+            }
+            if (block.lane == 0) paths.sizes[depth] = unchanging;
+        }
+        // The candidates, to the one thread that sums them up.
+        block.barrier();
+        if (block.t == 0) {
+            // ... and so how many nodes there are from one of that depth on, as far as they matter.
+            paths.sizes[L] = 1;
+            for (int32 depth = int32(L) - 1; depth >= 0; --depth)
+                paths.sizes[depth] = min(uint64(missing), 1 + uint64(paths.sizes[depth]) * paths.sizes[depth + 1]);
+        }
+        // The sizes, to all.
+        block.barrier();
+
+        // For each path the children that equal the bound: the first goes to `nexts`, the nodes from them on to `bits`.
+        uint32 groups = 0;
+        for (uint32 base = 0; base <= better; base += block.size) {
+            const uint32 i = base + block.t;
+            uint32 path = 0, nodes = 0;
+            uint64 code = 0;
+            if (i <= better) {
+                path = paths.order[i];
+                const uint64 key = paths.keys[i];
+                const uint32 depth = paths.depths[path];
+                if (depth < L) {
+                    const float* row = log_probs + int64(depth) * trees.K;
+                    const uint32 width = paths.widths[depth];
+                    const auto key_of = [&](uint32 r) { return key_after(key, fabsf(row[r])); };
+                    const uint32 first = first_where(0, width, [&](uint32 r) { return key_of(r) >= bound; });
+                    const uint32 last = first_where(first, width, [&](uint32 r) { return key_of(r) > bound; });
+                    nodes = min(uint64(missing), uint64(last - first) * paths.sizes[depth + 1]);
+                    code = with_rank(paths.codes[path], paths.bits[path], first);
+                    paths.nexts[path] = first;
+                }
+            }
+            uint32 here;
+            const uint32 place = groups + block.sum_before(nodes > 0, here);
+            if (nodes > 0) {
+                paths.keys[place] = code;
+                paths.order[place] = path;
+                paths.bits[path] = nodes;
+            }
+            groups += here;
+        }
+        sort_paths(block, paths.keys, paths.order, groups, [&](uint64 code_a, uint32 a, uint64 code_b, uint32 b) {
+            if (code_a != code_b) return code_a < code_b;
+            if (code_a == ~0ull || a == b) return false;
+            return paths.precedes(a, paths.nexts[a], b, paths.nexts[b]);
+        });
+
+        // The nodes before each group, to `keys`.
+        uint32 total = 0;
+        for (uint32 base = 0; base < groups; base += block.size) {
+            const uint32 i = base + block.t;
+            uint32 here;
+            const uint32 before = block.sum_before(i < groups ? uint32(paths.bits[paths.order[i]]) : 0, here);
+            if (i < groups) paths.keys[i] = min(total + before, missing);
+            total = min(total + here, missing);
+        }
+        // They, to all.
+        block.barrier();
+        for (uint32 i = block.t; i < total; i += block.size) {
+            const uint32 group = first_where(0, groups, [&](uint32 g) { return paths.keys[g] > i; }) - 1;
+            const uint32 path = paths.order[group];
+            uint32 depth = paths.depths[path] + 1, place = paths.keys[group], parent = paths.products[path];
+            uint32 rank = (i - place) / paths.sizes[depth], left = (i - place) % paths.sizes[depth];
+            place += rank * paths.sizes[depth];
+            rank += paths.nexts[path];
+            while (left > 0) {  // further down
+                parent = better + 1 + place;
+                ++depth;
+                rank = (left - 1) / paths.sizes[depth];
+                left = (left - 1) % paths.sizes[depth];
+                place += 1 + rank * paths.sizes[depth];
+            }
+            write(better + 1 + i, parent, depth, rank, bound);
+        }
+        return better + total;
+    }
+
+    __device__ void run()
+    {
+        if (block.t == 0) {
+            paths.keys[0] = paths.codes[0] = 0;
+            paths.parents[0] = paths.ranks[0] = paths.depths[0] = paths.bits[0] = paths.nexts[0] = 0;
+            paths.products[0] = 1;
+        }
+        // The root, to all: the first depth's widths are known behind a barrier.
+        for (int32 depth = 0; depth < trees.L && begin < end; ++depth) grow(depth);
+        uint32 nodes = write_better();
+        if (nodes < budget && bound != NOT_DRAFTED) nodes = write_equal(nodes);
+
+        const int64 request = blockIdx.x, root = request * trees.N;
+        if (block.t == 0) {
+            write_node(trees, root, trees.root_token_ids[request], -1, 0, -1, 0.0);
+            trees.node_counts[request] = 1 + nodes;
+        }
+        for (int64 i = 1 + int64(nodes) + block.t; i < trees.N; i += block.size)
+            write_node(trees, root + i, -1, -1, -1, -1, minus_infinity());
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(GROW_THREADS) grow_shared(TREES_PARAMETERS)
+{
+    __shared__ uint32 sums[2][32];
+    const Trees trees = TREES;
+    Block block(sums);
+    Growth<unsigned short>(trees, block, reinterpret_cast<unsigned char*>(arena)).run();
+}
+DDTREE_SHARED(grow_shared, GROW_SHARED);
+
+//   memory  uint8 (B, memory_size)
+extern "C" __global__ void __launch_bounds__(GROW_THREADS) grow_global(
+    TREES_PARAMETERS, unsigned char* memory, int64 memory_size)
+{
+    __shared__ uint32 sums[2][32];
+    const Trees trees = TREES;
+    Block block(sums);
+    Growth<uint32>(trees, block, memory + blockIdx.x * memory_size).run();
+}
+
+extern "C" __global__ void __launch_bounds__(256) fill_visibility(
+    const int32* __restrict__ parents, const int32* __restrict__ node_counts, uint32* __restrict__ words,
+    int64 count, int32 N)
+{
+    const int64 node = int64(blockIdx.x) * 8 + threadIdx.x / 32;
+    if (node >= count) return;
+    const int64 request = node / N;
+    const int32 i = int32(node % N), lane = threadIdx.x % 32, W = (N + 31) / 32;
+    uint32* row = words + node * W;
+    const bool used = i < node_counts[request];
+    // The lanes' words of 1,024 nodes at a time; the path is followed anew for each, through the first-level cache.
+    for (int32 first = 0; first < W; first += 32) {
+        uint32 seen = 0;
+        if (used && 32 * first <= i) {
+            for (int32 j = i;; j = parents[request * N + j]) {
+                if (j / 32 == first + lane) seen |= 1u << (j % 32);
+                if (j == 0) break;
+            }
+        }
+        if (first + lane < W) row[first + lane] = seen;
+    }
+}

@@ -1,0 +1,53 @@
+"""Launch of ``topk_log_probs.cu``."""
+
+from typing import Any
+
+import numpy as np
+
+from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, suffix_of
+
+__all__ = ["topk_log_probs"]
+
+TILE, TILE_THREADS = 8192, 256
+MERGE_THREADS, MOST_HELD = 1024, 8192
+ROW_THREADS = 512
+MOST_BY_TILES = 1024
+"""K of which each tile gives candidates; for a larger K, one block works on a row."""
+
+
+def topk_log_probs(logits: Any, k: int, *, vocab_size: int | None = None) -> tuple[Any, Any]:
+    """By logit descending, then id ascending; log-softmax over all of V. See :func:`ddtree.topk_log_probs`."""
+    B, L, width = logits.shape
+    rows, V = B * L, width if vocab_size is None else vocab_size
+    log_probs, token_ids = empty((B, L, k), np.float32), empty((B, L, k), np.int32)
+    suffix = suffix_of(logits)
+    logits = contiguous(logits)
+    if suffix == "f64" or k > MOST_BY_TILES:
+        size = power_of_2(k)
+        launch(
+            *("topk_log_probs", f"topk_of_row_{suffix}", rows, ROW_THREADS),
+            *(logits, np.int64(width), np.int32(V), np.int32(k), np.int32(size)),
+            *(empty((rows, size), np.uint64), empty((rows, size), np.int32), log_probs, token_ids),
+        )
+    else:
+        tiles, most = blocks_for(V, TILE), k + max(k // 4, 64)
+        made = (
+            *(empty((rows, tiles, most), np.uint64), empty((rows, tiles), np.uint32)),
+            *(empty((rows, tiles), np.float32), empty((rows, tiles), np.float64)),
+        )
+        launch(
+            *("topk_log_probs", f"topk_of_tiles_{suffix}", rows * tiles, TILE_THREADS),
+            *(logits, np.int64(width), np.int32(V), np.int32(tiles), np.int32(k), np.int32(most), *made),
+        )
+        launch(
+            *("topk_log_probs", "merge_tiles", rows, MERGE_THREADS),
+            *(*made, np.int32(tiles), np.int32(k), np.int32(most), np.int32(max(64, power_of_2(k + k // 4)))),
+            *(log_probs, token_ids),
+            shared=8 * min(tiles * most, MOST_HELD),
+        )
+    return log_probs, token_ids
+
+
+def power_of_2(count: int) -> int:
+    """The least that is not below ``count``."""
+    return 1 << (count - 1).bit_length()
