@@ -55,7 +55,7 @@ __device__ __forceinline__ void write_node(
 constexpr int32 SEARCH_THREADS = 128;
 constexpr int32 SEARCH_DEPTHS = 50;  // most depths; the codes of paths of 128 nodes then fit a word
 
-constexpr uint32 search_shared(int32 most_nodes)
+__host__ __device__ constexpr uint32 search_shared(int32 most_nodes)
 {
     return (SEARCH_DEPTHS + 2) * (most_nodes + 2) * sizeof(float) + SEARCH_DEPTHS * most_nodes * sizeof(int32);
 }
