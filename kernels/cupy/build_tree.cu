@@ -50,149 +50,321 @@ __device__ __forceinline__ void write_node(
     trees.scores[place] = score;
 }
 
-// ---------------------------------------------------------------------------------------------------- search_N
+// ---------------------------------------------------------------------------------------------------- small_N
 
-constexpr int32 SEARCH_THREADS = 128;
-constexpr int32 SEARCH_DEPTHS = 50;  // most depths; the codes of paths of 128 nodes then fit a word
+constexpr int32 SMALL_THREADS = 512;
+constexpr int32 SMALL_WARPS = SMALL_THREADS / 32;
+constexpr int32 SMALL_DEPTHS = 44;  // most depths; the codes of SMALL_PATHS paths of that depth then fit a word
+constexpr int32 SMALL_PATHS = 512;  // below the bound, the root included
 
-__host__ __device__ constexpr uint32 search_shared(int32 most_nodes)
+__host__ __device__ constexpr uint32 small_shared(int32 most_nodes)
 {
-    return (SEARCH_DEPTHS + 2) * (most_nodes + 2) * sizeof(float) + SEARCH_DEPTHS * most_nodes * sizeof(int32);
+    return (SMALL_DEPTHS + 2) * (most_nodes + 2) * sizeof(float) + SMALL_DEPTHS * most_nodes * sizeof(int32);
 }
 
-// What a lane knows of one list, packed: the node's depth, its code's length, and the rank of the child in question.
-__device__ __forceinline__ uint32 pack(uint32 depth, uint32 bits, uint32 rank) { return depth | bits << 8 | rank << 16; }
-__device__ __forceinline__ uint32 depth_in(uint32 packed) { return packed & 255; }
-__device__ __forceinline__ uint32 bits_in(uint32 packed) { return packed >> 8 & 255; }
-__device__ __forceinline__ uint32 rank_in(uint32 packed) { return packed >> 16; }
+// What is known of a path beside its key and code, packed: its parent (10 bits), last rank (8), depth (6) and the
+// length of its code (7).
+struct Path {
+    uint32 packed;
+    __device__ Path(uint32 parent, uint32 rank, uint32 depth, uint32 bits)
+        : packed(parent | rank << 10 | depth << 18 | bits << 24) {}
+    __device__ explicit Path(uint32 packed_) : packed(packed_) {}
+    __device__ uint32 parent() const { return packed & 1023; }
+    __device__ uint32 rank() const { return packed >> 10 & 255; }
+    __device__ uint32 depth() const { return packed >> 18 & 63; }
+    __device__ uint32 bits() const { return packed >> 24; }
+    __device__ Path with_next_rank() const { return Path(packed + (1 << 10)); }
+};
+
+// A draft in shared memory, of at most as many candidates as nodes.
+struct Draft {
+    int32 L, columns;  // behind a row's `width` costs and behind the last row they are +inf
+    float* costs;      // (L + 2, columns)
+    uint32* widths;    // (L) candidates before the first that is not drafted
+    float* chain;      // (L + 1) costs of the likeliest path, about
+};
+
+// A bound that at least `budget` paths are below, or NOT_DRAFTED. Of the paths that leave the likeliest one at no more
+// than one depth, `budget` to a quarter more lie below it: mostly that is nearly as low as the bound of all paths.
+__device__ uint64 likely_bound(Block& block, const Draft& draft, uint32 budget)
+{
+    const int32 L = draft.L;
+    // Those paths are a depth to leave at, a rank there, and a length; costs are float32 here, and about right.
+    const auto count_upto = [&](float bound) {
+        uint32 found = 0;
+        for (int32 d = block.warp; d < L; d += SMALL_WARPS) {
+            const float* row = draft.costs + d * draft.columns;
+            for (uint32 r = block.lane; r < draft.widths[d]; r += 32) {
+                const float more = row[r] - row[0];
+                const int32 longest = r == 0 ? d + 1 : L;
+#pragma unroll 4
+                for (int32 length = d + 1; length <= longest; ++length) found += draft.chain[length] + more <= bound;
+            }
+        }
+        return block.sum(found);
+    };
+    float most = 0.0f;
+    for (int32 d = block.warp; d < L; d += SMALL_WARPS)
+        if (draft.widths[d] > 0)
+            most = fmaxf(most, draft.costs[d * draft.columns + draft.widths[d] - 1] - draft.costs[d * draft.columns]);
+    float longest = 0.0f;
+    for (int32 length = 1; length <= L && draft.chain[length] < -minus_infinity(); ++length) longest = draft.chain[length];
+    float low = 0.0f, high = longest + __uint_as_float(block.greatest(__float_as_uint(most)));
+    if (count_upto(high) < budget) return NOT_DRAFTED;
+    for (int step = 0; step < 12; ++step) {
+        const float middle = 0.5f * (low + high);
+        const uint32 found = count_upto(middle);
+        if (found < budget) {
+            low = middle;
+        } else {
+            high = middle;
+            if (found <= budget + budget / 4) break;
+        }
+    }
+    return __double_as_longlong(double(high) * (1.0 + 1e-5) + 1e-37);  // more than the sums are wrong by
+}
 
 template <int SLOTS>
-__device__ __forceinline__ void search(const Trees& trees)
+struct SmallTree {
+    static constexpr int32 MOST = 32 * SLOTS;
+    uint64 keys[MOST + 1];
+    uint32 paths[MOST + 1];  // Path, with the node that is the parent
+
+    __device__ void set(uint32 node, uint64 key, Path path, uint32 parent)
+    {
+        keys[node] = key;
+        paths[node] = Path(parent, path.rank(), path.depth(), 0).packed;
+    }
+};
+
+// Make all paths below a likely bound, level by level, and put the first `budget` of them in order. Return the nodes,
+// the root included, or 0 if there were too many.
+template <int SLOTS>
+__device__ uint32 grow_small(Block& block, const Draft& draft, uint32 budget, SmallTree<SLOTS>& tree)
 {
-    constexpr int32 MOST = 32 * SLOTS, MOST_WORDS = SLOTS + 1;
-    __shared__ uint64 node_keys[MOST + 1];
-    __shared__ uint32 node_paths[MOST + 1];  // parent, depth and rank, a byte each
-    __shared__ int32 found;
+    __shared__ uint64 keys[SMALL_PATHS], codes[SMALL_PATHS];
+    __shared__ uint32 paths[SMALL_PATHS], nodes[SMALL_PATHS], counts[SMALL_DEPTHS];
+    const int32 t = block.t;
+    if (t < SMALL_DEPTHS) counts[t] = 0;
+    if (t == 0) {
+        keys[0] = codes[0] = 0;
+        paths[0] = nodes[0] = 0;
+    }
+    // The root and the counts are seen by all behind the barriers in here.
+    const uint64 bound = likely_bound(block, draft, budget);
+    uint32 begin = 0, end = 1;
+    for (int32 depth = 0; depth < draft.L && begin < end; ++depth) {
+        const float* row = draft.costs + depth * draft.columns;
+        const uint32 width = draft.widths[depth];
+        for (uint32 parent = begin + block.warp; parent < end; parent += SMALL_WARPS) {
+            const uint64 parent_key = keys[parent];
+            for (uint32 rank = block.lane;; rank += 32) {
+                const uint64 key = rank < width ? key_after(parent_key, row[rank]) : NOT_DRAFTED;
+                const bool below = key < bound;  // as in all lanes before this one
+                const int32 made = __popc(__ballot_sync(ALL_LANES, below));
+                if (made == 0) break;
+                uint32 first = 0;
+                if (block.lane == 0) first = end + atomicAdd(&counts[depth], made);
+                first = __shfl_sync(ALL_LANES, first, 0);
+                if (below && first + block.lane < SMALL_PATHS) {
+                    const Path above(paths[parent]);
+                    keys[first + block.lane] = key;
+                    codes[first + block.lane] = with_rank(codes[parent], above.bits(), rank);
+                    paths[first + block.lane] = Path(parent, rank, depth + 1, above.bits() + rank_bits(rank)).packed;
+                }
+                if (made < 32) break;
+            }
+        }
+        // The children and how many there are, to all.
+        __syncthreads();
+        begin = end;
+        end += counts[depth];
+        if (end > SMALL_PATHS) return 0;
+    }
+    const uint32 found = end - 1;
+    if (found < budget && bound != NOT_DRAFTED) return 0;
 
-    const int32 L = trees.L, N = trees.N, budget = N - 1, width = min(trees.K, budget), columns = width + 2;
-    const int32 t = threadIdx.x, lane = t % 32;
+    // A path's node is the number of paths before it, the root among them; so many threads share in counting them.
+    uint32 sharing = 32;
+    while (sharing > 1 && found * sharing > SMALL_THREADS) sharing /= 2;
+    const uint32 path = 1 + t / sharing;
+    uint32 before = 0;
+    if (path < end) {
+        const uint64 key = keys[path], code = codes[path];
+        const uint32 depth = Path(paths[path]).depth();
+        for (uint32 other = 1 + t % sharing; other < end; other += sharing) {
+            const uint64 other_key = keys[other];
+            if (other_key == key) {
+                const uint64 other_code = codes[other];
+                // Of equal codes, one path continues the other by zeros.
+                before += other_code < code || (other_code == code && Path(paths[other]).depth() < depth);
+            } else {
+                before += other_key < key;
+            }
+        }
+    }
+    for (uint32 step = sharing / 2; step > 0; step /= 2) before += __shfl_xor_sync(ALL_LANES, before, step);
+    if (path < end && t % sharing == 0) nodes[path] = 1 + before;
+    // The nodes, to those who write which is whose parent.
+    __syncthreads();
+    const uint32 count = min(found, budget);
+    for (uint32 i = t; i < end; i += SMALL_THREADS) {
+        const Path own(paths[i]);
+        if (nodes[i] <= count) tree.set(nodes[i], keys[i], own, nodes[own.parent()]);
+    }
+    return 1 + count;
+}
+
+// Best-first search by one warp. Return the nodes, the root included.
+template <int SLOTS>
+__device__ uint32 search(const Draft& draft, int32 budget, SmallTree<SLOTS>& tree)
+{
+    const int32 lane = threadIdx.x, columns = draft.columns;
+    const float* costs = draft.costs;
+    // Of list 32 * s + lane: its node, the child in question, and the keys of the child's two successors.
+    uint64 node_key[SLOTS], node_code[SLOTS], child_key[SLOTS], sibling_key[SLOTS], grandchild_key[SLOTS];
+    uint32 packed[SLOTS];
+#pragma unroll
+    for (int s = 0; s < SLOTS; ++s) {
+        node_key[s] = node_code[s] = 0;
+        packed[s] = 0;
+        child_key[s] = s == 0 && lane == 0 ? key_after(0, costs[0]) : NOT_DRAFTED;
+        sibling_key[s] = key_after(0, costs[1]);
+        grandchild_key[s] = key_after(child_key[s], costs[columns]);
+    }
+    int32 n = 1;  // nodes so far
+    for (; n <= budget; ++n) {
+        uint64 best = child_key[0];
+        int32 slot = 0;
+        bool doubt = false;  // whether another of the lane's keys equals the best
+#pragma unroll
+        for (int s = 1; s < SLOTS; ++s) {
+            doubt = child_key[s] < best ? false : doubt || child_key[s] == best;
+            slot = child_key[s] < best ? s : slot;
+            best = min(best, child_key[s]);
+        }
+        const uint32 high = uint32(best >> 32), least_high = __reduce_min_sync(ALL_LANES, high);
+        if (least_high >= uint32(NOT_DRAFTED >> 32)) break;  // nothing is left, in every lane
+        uint32 lanes = __ballot_sync(ALL_LANES, high == least_high);
+        if ((lanes & (lanes - 1)) != 0 || (lanes & __ballot_sync(ALL_LANES, doubt)) != 0) {
+            const uint32 low = uint32(best);
+            const uint32 least_low = __reduce_min_sync(ALL_LANES, high == least_high ? low : ~0u);
+            bool equal = high == least_high && low == least_low;
+            uint64 code = ~0ull;
+#pragma unroll
+            for (int s = 0; s < SLOTS; ++s) {
+                const uint64 other = with_rank(node_code[s], Path(packed[s]).bits(), Path(packed[s]).rank());
+                if (equal && child_key[s] == best && other <= code) {
+                    code = other;
+                    slot = s;
+                }
+            }
+            const uint32 code_high = uint32(code >> 32), code_low = uint32(code);
+            const uint32 least_code_high = __reduce_min_sync(ALL_LANES, equal ? code_high : ~0u);
+            equal = equal && code_high == least_code_high;
+            const uint32 least_code_low = __reduce_min_sync(ALL_LANES, equal ? code_low : ~0u);
+            lanes = __ballot_sync(ALL_LANES, equal && code_low == least_code_low);
+        }
+        const int32 taker = __ffs(lanes) - 1;
+
+        uint32 own_packed = packed[0];
+        uint64 own_grandchild = grandchild_key[0], own_code = node_code[0];
+#pragma unroll
+        for (int s = 1; s < SLOTS; ++s) {
+            own_packed = slot == s ? packed[s] : own_packed;
+            own_grandchild = slot == s ? grandchild_key[s] : own_grandchild;
+            own_code = slot == s ? node_code[s] : own_code;
+        }
+        // The path that is taken, to the lane of its own list.
+        const uint64 key = __shfl_sync(ALL_LANES, best, taker);
+        const uint64 first_key = __shfl_sync(ALL_LANES, own_grandchild, taker);
+        const uint64 parent_code = __shfl_sync(ALL_LANES, own_code, taker);
+        const Path path(__shfl_sync(ALL_LANES, own_packed, taker));
+        const int32 taken_slot = __shfl_sync(ALL_LANES, slot, taker);
+        const uint32 rank = path.rank(), bits = path.bits();
+        if (lane == 0) tree.set(n, key, Path(0, rank, path.depth() + 1, 0), 32 * taken_slot + taker);
+        const uint64 code = with_rank(parent_code, bits, rank);
+        const uint32 new_packed = Path(0, 0, path.depth() + 1, bits + rank_bits(rank)).packed;
+#pragma unroll
+        for (int s = 0; s < SLOTS; ++s) {
+            const bool taken = s == taken_slot && lane == taker, made = 32 * s + lane == n;
+            node_key[s] = made ? key : node_key[s];
+            node_code[s] = made ? code : node_code[s];
+            packed[s] = made ? new_packed : taken ? Path(packed[s]).with_next_rank().packed : packed[s];
+            child_key[s] = made ? first_key : taken ? sibling_key[s] : child_key[s];
+            const float* row = costs + Path(packed[s]).depth() * columns;
+            sibling_key[s] = key_after(node_key[s], row[Path(packed[s]).rank() + 1]);
+            grandchild_key[s] = key_after(child_key[s], row[columns]);
+        }
+    }
+    return n;
+}
+
+template <int SLOTS>
+__device__ __forceinline__ void build_small(const Trees& trees)
+{
+    constexpr int32 MOST_WORDS = SLOTS + 1;
+    __shared__ SmallTree<SLOTS> tree;
+    __shared__ uint32 sums[2][32], widths[SMALL_DEPTHS];
+    __shared__ float chain[SMALL_DEPTHS + 1];
+    __shared__ uint32 searched;
+    Block block(sums);
+
+    const int32 L = trees.L, N = trees.N, budget = N - 1, width = min(trees.K, budget), columns = width + 2, t = block.t;
     const int64 request = blockIdx.x;
-    float* costs = reinterpret_cast<float*>(arena);  // (L + 2, columns): what is behind a row or the last is +inf
+    float* costs = reinterpret_cast<float*>(arena);
     int32* tokens = reinterpret_cast<int32*>(costs + (L + 2) * columns);  // (L, width)
-
-    for (int32 i = t; i < (L + 2) * columns; i += SEARCH_THREADS) {
+    if (t < L) widths[t] = width;
+    // The widths, to those who lower them.
+    __syncthreads();
+    for (int32 i = t; i < (L + 2) * columns; i += SMALL_THREADS) {
         const int32 d = i / columns, r = i % columns;
         const bool inside = d < L && r < width;
         const int64 source = (request * L + d) * trees.K + r;
-        costs[i] = inside ? cost_of(trees.log_probs[source]) : -minus_infinity();
+        const float cost = inside ? cost_of(trees.log_probs[source]) : -minus_infinity();
+        costs[i] = cost;
+        if (inside && cost == -minus_infinity()) atomicMin(&widths[d], uint32(r));
         if (inside) tokens[d * width + r] = trees.token_ids[source];
     }
-    // The costs to the first warp, and the tokens to those who write the nodes.
+    // The draft, to all.
     __syncthreads();
-
-    if (t < 32) {
-        // Of list 32 * s + lane: its node, the child in question, and the keys of the child's two successors.
-        uint64 node_key[SLOTS], node_code[SLOTS], child_key[SLOTS], sibling_key[SLOTS], grandchild_key[SLOTS];
-        uint32 packed[SLOTS];
-#pragma unroll
-        for (int s = 0; s < SLOTS; ++s) {
-            node_key[s] = node_code[s] = 0;
-            packed[s] = pack(0, 0, 0);
-            child_key[s] = s == 0 && lane == 0 ? key_after(0, costs[0]) : NOT_DRAFTED;
-            sibling_key[s] = key_after(0, costs[1]);
-            grandchild_key[s] = key_after(child_key[s], costs[columns]);
+    if (t <= L) {
+        float sum = 0.0f;
+        for (int32 d = 0; d < t; ++d) sum += costs[d * columns];
+        chain[t] = sum;
+    }
+    // The chain, to all.
+    __syncthreads();
+    const Draft draft = {L, columns, costs, widths, chain};
+    int32 n = grow_small(block, draft, budget, tree);
+    if (n == 0) {
+        if (block.warp == 0) {
+            n = search(draft, budget, tree);
+            if (t == 0) searched = n;
         }
-        int32 n = 1;  // nodes so far
-        for (; n < N; ++n) {
-            uint64 best = child_key[0];
-            int32 slot = 0;
-            bool doubt = false;  // whether another of the lane's keys equals the best
-#pragma unroll
-            for (int s = 1; s < SLOTS; ++s) {
-                doubt = child_key[s] < best ? false : doubt || child_key[s] == best;
-                slot = child_key[s] < best ? s : slot;
-                best = min(best, child_key[s]);
-            }
-            const uint32 high = uint32(best >> 32), least_high = __reduce_min_sync(ALL_LANES, high);
-            if (least_high >= uint32(NOT_DRAFTED >> 32)) break;  // nothing is left, in every lane
-            uint32 lanes = __ballot_sync(ALL_LANES, high == least_high);
-            if ((lanes & (lanes - 1)) != 0 || (lanes & __ballot_sync(ALL_LANES, doubt)) != 0) {
-                const uint32 low = uint32(best);
-                const uint32 least_low = __reduce_min_sync(ALL_LANES, high == least_high ? low : ~0u);
-                bool equal = high == least_high && low == least_low;
-                uint64 code = ~0ull;
-#pragma unroll
-                for (int s = 0; s < SLOTS; ++s) {
-                    const uint64 other = with_rank(node_code[s], bits_in(packed[s]), rank_in(packed[s]));
-                    if (equal && child_key[s] == best && other <= code) {
-                        code = other;
-                        slot = s;
-                    }
-                }
-                const uint32 code_high = uint32(code >> 32), code_low = uint32(code);
-                const uint32 least_code_high = __reduce_min_sync(ALL_LANES, equal ? code_high : ~0u);
-                equal = equal && code_high == least_code_high;
-                const uint32 least_code_low = __reduce_min_sync(ALL_LANES, equal ? code_low : ~0u);
-                lanes = __ballot_sync(ALL_LANES, equal && code_low == least_code_low);
-            }
-            const int32 taker = __ffs(lanes) - 1;
-
-            uint32 own_packed = packed[0];
-            uint64 own_grandchild = grandchild_key[0], own_code = node_code[0];
-#pragma unroll
-            for (int s = 1; s < SLOTS; ++s) {
-                own_packed = slot == s ? packed[s] : own_packed;
-                own_grandchild = slot == s ? grandchild_key[s] : own_grandchild;
-                own_code = slot == s ? node_code[s] : own_code;
-            }
-            // The path that is taken, to the lane of its own list.
-            const uint64 key = __shfl_sync(ALL_LANES, best, taker);
-            const uint64 first_key = __shfl_sync(ALL_LANES, own_grandchild, taker);
-            const uint64 parent_code = __shfl_sync(ALL_LANES, own_code, taker);
-            const uint32 path = __shfl_sync(ALL_LANES, own_packed, taker);
-            const int32 taken_slot = __shfl_sync(ALL_LANES, slot, taker);
-            const uint32 depth = depth_in(path) + 1, rank = rank_in(path), bits = bits_in(path);
-            if (lane == 0) {
-                node_keys[n] = key;
-                node_paths[n] = uint32(32 * taken_slot + taker) | depth << 8 | rank << 16;
-            }
-            const uint64 code = with_rank(parent_code, bits, rank);
-            const uint32 new_packed = pack(depth, bits + rank_bits(rank), 0);
-#pragma unroll
-            for (int s = 0; s < SLOTS; ++s) {
-                const bool taken = s == taken_slot && lane == taker, made = 32 * s + lane == n;
-                node_key[s] = made ? key : node_key[s];
-                node_code[s] = made ? code : node_code[s];
-                packed[s] = made ? new_packed : taken ? packed[s] + pack(0, 0, 1) : packed[s];
-                child_key[s] = made ? first_key : taken ? sibling_key[s] : child_key[s];
-                const float* row = costs + depth_in(packed[s]) * columns;
-                sibling_key[s] = key_after(node_key[s], row[rank_in(packed[s]) + 1]);
-                grandchild_key[s] = key_after(child_key[s], row[columns]);
-            }
-        }
-        if (lane == 0) {
-            found = n;
-            node_keys[0] = 0;
-            node_paths[0] = 0;
-        }
+        // How many nodes, to all.
+        __syncthreads();
+        n = searched;
     }
     // The nodes, to all who write them.
     __syncthreads();
 
-    const int32 n = found, W = (N + 31) / 32;
+    const int32 W = (N + 31) / 32;
     if (t == 0) trees.node_counts[request] = n;
-    for (int32 i = t; i < N; i += SEARCH_THREADS) {
+    for (int32 i = t; i < N; i += SMALL_THREADS) {
         const int64 place = request * N + i;
         uint32 seen[MOST_WORDS] = {};
-        if (i < n) {
-            const uint32 path = node_paths[i];
-            const int32 parent = path & 255, depth = path >> 8 & 255, rank = path >> 16;
-            const int32 token = i > 0 ? tokens[(depth - 1) * width + rank] : trees.root_token_ids[request];
-            write_node(trees, place, token, i > 0 ? parent : -1, depth, i > 0 ? rank : -1, score_of(node_keys[i]));
-            for (int32 j = i;; j = node_paths[j] & 255) {
+        if (i == 0) {
+            write_node(trees, place, trees.root_token_ids[request], -1, 0, -1, 0.0);
+            seen[0] = 1;
+        } else if (i < n) {
+            const Path path(tree.paths[i]);
+            const int32 depth = path.depth(), rank = path.rank();
+            write_node(trees, place, tokens[(depth - 1) * width + rank], path.parent(), depth, rank, score_of(tree.keys[i]));
+            seen[0] = 1;
+            for (int32 j = i; j > 0; j = Path(tree.paths[j]).parent()) {
 #pragma unroll
                 for (int w = 0; w < MOST_WORDS; ++w) seen[w] |= j / 32 == w ? 1u << (j % 32) : 0u;
-                if (j == 0) break;
             }
         } else {
             write_node(trees, place, -1, -1, -1, -1, minus_infinity());
@@ -210,12 +382,10 @@ __device__ __forceinline__ void search(const Trees& trees)
 #define TREES                                                                                                    \
     Trees { log_probs, token_ids, root_token_ids, tokens, parents, depths, ranks, scores, node_counts, words, L, K, N }
 
-extern "C" __global__ void __launch_bounds__(SEARCH_THREADS, 1) search_32(TREES_PARAMETERS) { search<1>(TREES); }
-extern "C" __global__ void __launch_bounds__(SEARCH_THREADS, 1) search_64(TREES_PARAMETERS) { search<2>(TREES); }
-extern "C" __global__ void __launch_bounds__(SEARCH_THREADS, 1) search_128(TREES_PARAMETERS) { search<4>(TREES); }
-DDTREE_SHARED(search_32, search_shared(32));
-DDTREE_SHARED(search_64, search_shared(64));
-DDTREE_SHARED(search_128, search_shared(128));
+extern "C" __global__ void __launch_bounds__(SMALL_THREADS, 1) small_64(TREES_PARAMETERS) { build_small<2>(TREES); }
+extern "C" __global__ void __launch_bounds__(SMALL_THREADS, 1) small_128(TREES_PARAMETERS) { build_small<4>(TREES); }
+DDTREE_SHARED(small_64, small_shared(64));
+DDTREE_SHARED(small_128, small_shared(128));
 
 // ---------------------------------------------------------------------------------------------------- grow_*
 

@@ -9,9 +9,9 @@ from ddtree.trees import DraftTree
 
 __all__ = ["build_tree"]
 
-SEARCH_THREADS = 128
-SEARCH_NODES = (32, 64, 128)
-SEARCH_DEPTHS = 50
+SMALL_THREADS = 512
+SMALL_NODES = (64, 128)
+SMALL_DEPTHS = 44
 GROW_SHARED = 100_000
 NODES_A_BLOCK = 8
 """Of ``fill_visibility``."""
@@ -32,10 +32,10 @@ def build_tree(log_probs: Any, token_ids: Any, root_token_ids: Any, *, budget: i
         *(tokens, parents, depths, ranks, scores, counts, words),
         *(np.int32(L), np.int32(K), np.int32(N)),
     )
-    if budget <= SEARCH_NODES[-1] and L <= SEARCH_DEPTHS:
-        most = next(nodes for nodes in SEARCH_NODES if budget <= nodes)
+    if budget <= SMALL_NODES[-1] and L <= SMALL_DEPTHS:
+        most = next(nodes for nodes in SMALL_NODES if budget <= nodes)
         shared = 4 * (L + 2) * (columns + 2) + 4 * L * columns
-        launch("build_tree", f"search_{most}", B, SEARCH_THREADS, *arguments, shared=shared)
+        launch("build_tree", f"small_{most}", B, SMALL_THREADS, *arguments, shared=shared)
     else:
         threads = 1024 if budget > 256 else 256
         shared = paths_size(budget, L, columns, 2)
