@@ -50,6 +50,17 @@ __device__ __forceinline__ void write_node(
     trees.scores[place] = score;
 }
 
+// The first r of [from, to) of which `ends` holds, or `to`; once it holds it does so on.
+template <typename Ends>
+__device__ __forceinline__ uint32 first_where(uint32 from, uint32 to, Ends ends)
+{
+    while (from < to) {
+        const uint32 middle = (from + to) / 2;
+        if (ends(middle)) to = middle; else from = middle + 1;
+    }
+    return from;
+}
+
 // ---------------------------------------------------------------------------------------------------- small_N
 
 constexpr int32 SMALL_THREADS = 512;
@@ -88,32 +99,38 @@ struct Draft {
 // than one depth, `budget` to a quarter more lie below it: mostly that is nearly as low as the bound of all paths.
 __device__ uint64 likely_bound(Block& block, const Draft& draft, uint32 budget)
 {
-    const int32 L = draft.L;
-    // Those paths are a depth to leave at, a rank there, and a length; costs are float32 here, and about right.
-    const auto count_upto = [&](float bound) {
-        uint32 found = 0;
-        for (int32 d = block.warp; d < L; d += SMALL_WARPS) {
-            const float* row = draft.costs + d * draft.columns;
-            for (uint32 r = block.lane; r < draft.widths[d]; r += 32) {
-                const float more = row[r] - row[0];
-                const int32 longest = r == 0 ? d + 1 : L;
-#pragma unroll 4
-                for (int32 length = d + 1; length <= longest; ++length) found += draft.chain[length] + more <= bound;
-            }
-        }
-        return block.sum(found);
-    };
-    float most = 0.0f;
-    for (int32 d = block.warp; d < L; d += SMALL_WARPS)
-        if (draft.widths[d] > 0)
-            most = fmaxf(most, draft.costs[d * draft.columns + draft.widths[d] - 1] - draft.costs[d * draft.columns]);
-    float longest = 0.0f;
-    for (int32 length = 1; length <= L && draft.chain[length] < -minus_infinity(); ++length) longest = draft.chain[length];
-    float low = 0.0f, high = longest + __uint_as_float(block.greatest(__float_as_uint(most)));
-    if (count_upto(high) < budget) return NOT_DRAFTED;
+    // Those paths as lists, one for each length and depth to leave at, in order of rank; rank 0, which does not leave,
+    // is in one list a length. Costs are float32 here, and about right.
+    constexpr int LISTS = (SMALL_DEPTHS * (SMALL_DEPTHS + 1) / 2 + SMALL_THREADS - 1) / SMALL_THREADS;
+    const float* costs[LISTS];
+    float before[LISTS];
+    uint32 first[LISTS], last[LISTS];
+    float greatest = 0.0f;
+    uint32 all = 0;
+#pragma unroll
+    for (int i = 0; i < LISTS; ++i) {
+        const int32 list = i * SMALL_THREADS + block.t;
+        int32 length = int32(0.5f * (1.0f + sqrtf(8.0f * list + 1.0f)));
+        while (length * (length - 1) / 2 > list) --length;
+        while (length * (length + 1) / 2 <= list) ++length;
+        const int32 depth = list - length * (length - 1) / 2;
+        const bool drafted = length <= draft.L && draft.chain[length] < -minus_infinity();
+        costs[i] = draft.costs + (drafted ? depth * draft.columns : 0);
+        before[i] = drafted ? draft.chain[length] - costs[i][0] : 0.0f;
+        first[i] = depth + 1 == length ? 0 : 1;
+        last[i] = drafted ? max(draft.widths[depth], first[i]) : first[i];
+        all += last[i] - first[i];
+        if (first[i] < last[i]) greatest = fmaxf(greatest, before[i] + costs[i][last[i] - 1]);
+    }
+    float low = 0.0f, high = __uint_as_float(block.greatest(__float_as_uint(greatest)));
+    if (block.sum(all) < budget) return NOT_DRAFTED;
     for (int step = 0; step < 12; ++step) {
         const float middle = 0.5f * (low + high);
-        const uint32 found = count_upto(middle);
+        uint32 found = 0;
+#pragma unroll
+        for (int i = 0; i < LISTS; ++i)
+            found += first_where(first[i], last[i], [&](uint32 r) { return before[i] + costs[i][r] > middle; }) - first[i];
+        found = block.sum(found);
         if (found < budget) {
             low = middle;
         } else {
@@ -191,16 +208,12 @@ __device__ uint32 grow_small(Block& block, const Draft& draft, uint32 budget, Sm
     uint32 before = 0;
     if (path < end) {
         const uint64 key = keys[path], code = codes[path];
-        const uint32 depth = Path(paths[path]).depth();
+#pragma unroll 4
         for (uint32 other = 1 + t % sharing; other < end; other += sharing) {
-            const uint64 other_key = keys[other];
-            if (other_key == key) {
-                const uint64 other_code = codes[other];
-                // Of equal codes, one path continues the other by zeros.
-                before += other_code < code || (other_code == code && Path(paths[other]).depth() < depth);
-            } else {
-                before += other_key < key;
-            }
+            const uint64 other_key = keys[other], other_code = codes[other];
+            // Of equal codes, one path continues the other by zeros, and it is behind it.
+            const bool by_code = other_code < code || (other_code == code && other < path);
+            before += other_key < key || (other_key == key && by_code);
         }
     }
     for (uint32 step = sharing / 2; step > 0; step /= 2) before += __shfl_xor_sync(ALL_LANES, before, step);
@@ -314,24 +327,38 @@ __device__ __forceinline__ void build_small(const Trees& trees)
     const int64 request = blockIdx.x;
     float* costs = reinterpret_cast<float*>(arena);
     int32* tokens = reinterpret_cast<int32*>(costs + (L + 2) * columns);  // (L, width)
-    if (t < L) widths[t] = width;
-    // The widths, to those who lower them.
-    __syncthreads();
-    for (int32 i = t; i < (L + 2) * columns; i += SMALL_THREADS) {
-        const int32 d = i / columns, r = i % columns;
-        const bool inside = d < L && r < width;
-        const int64 source = (request * L + d) * trees.K + r;
-        const float cost = inside ? cost_of(trees.log_probs[source]) : -minus_infinity();
-        costs[i] = cost;
-        if (inside && cost == -minus_infinity()) atomicMin(&widths[d], uint32(r));
-        if (inside) tokens[d * width + r] = trees.token_ids[source];
+    for (int32 d = block.warp; d < L + 2; d += SMALL_WARPS) {
+        const int64 source = (request * L + d) * trees.K;
+        uint32 drafted = width;
+#pragma unroll 2
+        for (int32 base = 0; base < columns; base += 32) {
+            const int32 r = base + block.lane;
+            const bool inside = d < L && r < width;
+            const float cost = inside ? cost_of(trees.log_probs[source + r]) : -minus_infinity();
+            if (inside) tokens[d * width + r] = trees.token_ids[source + r];
+            if (r < columns) costs[d * columns + r] = cost;
+            const uint32 ends = __ballot_sync(ALL_LANES, cost == -minus_infinity());
+            if (ends != 0) drafted = min(drafted, uint32(base + __ffs(ends) - 1));
+        }
+        if (block.lane == 0 && d < L) widths[d] = drafted;
     }
     // The draft, to all.
     __syncthreads();
-    if (t <= L) {
-        float sum = 0.0f;
-        for (int32 d = 0; d < t; ++d) sum += costs[d * columns];
-        chain[t] = sum;
+    if (block.warp == 0) {
+        float before = 0.0f;
+        for (int32 base = 0; base < L; base += 32) {
+            const int32 d = base + block.lane;
+            float sum = d < L ? costs[d * columns] : 0.0f;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const float other = __shfl_up_sync(ALL_LANES, sum, step);
+                if (block.lane >= step) sum += other;
+            }
+            sum += before;
+            if (d < L) chain[d + 1] = sum;
+            before = __shfl_sync(ALL_LANES, sum, 31);
+        }
+        if (t == 0) chain[0] = 0.0f;
     }
     // The chain, to all.
     __syncthreads();
@@ -449,45 +476,31 @@ struct Paths {
     }
 };
 
-// The first r of [from, to) of which `ends` holds, or `to`; once it holds it does so on.
-template <typename Ends>
-__device__ __forceinline__ uint32 first_where(uint32 from, uint32 to, Ends ends)
-{
-    while (from < to) {
-        const uint32 middle = (from + to) / 2;
-        if (ends(middle)) to = middle; else from = middle + 1;
-    }
-    return from;
-}
-
-// Sort `count` pairs of keys and order by `before(key_a, order_a, key_b, order_b)`, as a bitonic network. There is room
-// to the next power of 2, and what stands there is lost.
+// Sort the first `count` of `order` by `before`, as a bitonic network. There is room to the next power of 2, and what
+// stands there is lost.
 template <typename Before>
-__device__ void sort_paths(Block& block, uint64* keys, uint32* order, uint32 count, Before before)
+__device__ void sort_order(Block& block, uint32* order, uint32 count, Before before)
 {
+    constexpr uint32 NONE = ~0u;  // behind all
     uint32 size = 1;
     while (size < count) size *= 2;
-    for (uint32 i = count + block.t; i < size; i += block.size) keys[i] = ~0ull;  // behind all
+    for (uint32 i = count + block.t; i < size; i += block.size) order[i] = NONE;
     for (uint32 span = 2; span <= size; span *= 2) {
         for (uint32 step = span / 2; step > 0; step /= 2) {
-            // What the last step, or whoever filled them, has left, to the threads that compare it.
+            // What the last step, or whoever filled it, has left, to the threads that compare it.
             __syncthreads();
             for (uint32 pair = block.t; pair < size / 2; pair += block.size) {
                 const uint32 i = 2 * pair - (pair & (step - 1)), j = i + step;
-                const uint64 key_i = keys[i], key_j = keys[j];
-                const uint32 order_i = order[i], order_j = order[j];
-                const bool swapped = (i & span) != 0;
-                const bool wrong = swapped ? before(key_i, order_i, key_j, order_j) : before(key_j, order_j, key_i, order_i);
-                if (wrong) {
-                    keys[i] = key_j;
-                    keys[j] = key_i;
-                    order[i] = order_j;
-                    order[j] = order_i;
+                const bool ascends = (i & span) == 0;
+                const uint32 a = order[ascends ? i : j], b = order[ascends ? j : i];
+                if (b != NONE && (a == NONE || before(b, a))) {
+                    order[ascends ? i : j] = b;
+                    order[ascends ? j : i] = a;
                 }
             }
         }
     }
-    // The sorted pairs, to all threads.
+    // The order, to all threads.
     __syncthreads();
 }
 
@@ -639,24 +652,86 @@ struct Growth {
         end = count;
     }
 
+    __device__ bool comes_before(uint32 a, uint32 b) const
+    {
+        const uint64 key_a = paths.keys[a], key_b = paths.keys[b];
+        if (key_a != key_b) return key_a < key_b;
+        const uint64 code_a = paths.codes[a], code_b = paths.codes[b];
+        if (code_a != code_b) return code_a < code_b;
+        return paths.precedes(paths.parents[a], paths.ranks[a], paths.parents[b], paths.ranks[b]);
+    }
+
+    // How much a path costs more than the best.
+    __device__ float excess(uint32 path) const
+    {
+        return fminf(float(__longlong_as_double(paths.keys[path]) - __longlong_as_double(paths.keys[1])), 3e38f);
+    }
+
+    // Put the paths in order: order[i] is the i-th, and the root the 0-th. They go to as many buckets of equal widths as
+    // they are, and within a bucket each is compared with all; where many would be, they are sorted by a network.
+    __device__ void sort_paths()
+    {
+        constexpr uint32 MOST_COMPARED = 128;
+        float greatest = 0.0f;
+        for (uint32 i = 1 + block.t; i < count; i += block.size) {
+            greatest = fmaxf(greatest, excess(i));
+            paths.order[i - 1] = 0;
+        }
+        greatest = __uint_as_float(block.greatest(__float_as_uint(greatest)));
+        const uint32 buckets = count - 1;
+        const float scale = greatest > 0.0f ? fminf(buckets / greatest, 1e30f) : 0.0f;
+        const auto bucket_of = [&](uint32 path) { return min(uint32(excess(path) * scale), buckets - 1); };
+        for (uint32 i = 1 + block.t; i < count; i += block.size)
+            paths.nexts[i] = atomicAdd(&paths.order[bucket_of(i)], 1u);
+        uint32 total = 0, fullest = 0;
+        for (uint32 base = 0; base < buckets; base += block.size) {
+            const uint32 bucket = base + block.t;
+            // The counts, to those who sum them up: at first by the barrier, then they are the thread's own.
+            block.barrier();
+            const uint32 own = bucket < buckets ? paths.order[bucket] : 0;
+            uint32 here;
+            const uint32 before = total + block.sum_before(own, here);
+            if (bucket < buckets) paths.order[bucket] = before;
+            fullest = max(fullest, own);
+            total += here;
+        }
+        if (block.t == 0) paths.order[buckets] = total;
+        fullest = block.greatest(fullest);
+        if (fullest <= MOST_COMPARED) {
+            for (uint32 i = 1 + block.t; i < count; i += block.size)
+                paths.products[paths.order[bucket_of(i)] + paths.nexts[i]] = i;
+            // The members of the buckets, to those who compare them; places in buckets are not needed any more.
+            block.barrier();
+            for (uint32 i = 1 + block.t; i < count; i += block.size) {
+                const uint32 bucket = bucket_of(i), end = paths.order[bucket + 1];
+                uint32 place = 1 + paths.order[bucket];
+                for (uint32 j = paths.order[bucket]; j < end; ++j)
+                    if (paths.products[j] != i) place += comes_before(paths.products[j], i);
+                paths.nexts[place] = i;
+            }
+            // The places, and that the buckets are not needed any more.
+            block.barrier();
+            for (uint32 i = block.t; i < count; i += block.size) paths.order[i] = i == 0 ? 0 : paths.nexts[i];
+        } else {
+            for (uint32 i = block.t; i < count; i += block.size) paths.order[i] = i;
+            sort_order(block, paths.order + 1, count - 1, [&](uint32 a, uint32 b) { return comes_before(a, b); });
+        }
+        // The order, to all.
+        block.barrier();
+    }
+
     // Write the nodes that are better than the bound, and return how many there are. Their places go to `products`.
     __device__ uint32 write_better()
     {
-        for (uint32 i = block.t; i < count; i += block.size) paths.order[i] = i;
-        sort_paths(block, paths.keys + 1, paths.order + 1, count - 1,
-                   [&](uint64 key_a, uint32 a, uint64 key_b, uint32 b) {
-                       if (key_a != key_b) return key_a < key_b;
-                       if (key_a == ~0ull || a == b) return false;
-                       if (paths.codes[a] != paths.codes[b]) return paths.codes[a] < paths.codes[b];
-                       return paths.precedes(paths.parents[a], paths.ranks[a], paths.parents[b], paths.ranks[b]);
-                   });
+        if (count > 1) sort_paths();
+        else if (block.t == 0) paths.order[0] = 0;
         const uint32 better = min(count - 1, budget);
         for (uint32 i = block.t; i <= better; i += block.size) paths.products[paths.order[i]] = i;
         // The places, to those who write the parents.
         block.barrier();
         for (uint32 i = 1 + block.t; i <= better; i += block.size) {
             const uint32 path = paths.order[i];
-            write(i, paths.products[paths.parents[path]], paths.depths[path], paths.ranks[path], paths.keys[i]);
+            write(i, paths.products[paths.parents[path]], paths.depths[path], paths.ranks[path], paths.keys[path]);
         }
         return better;
     }
@@ -700,10 +775,9 @@ struct Growth {
         for (uint32 base = 0; base <= better; base += block.size) {
             const uint32 i = base + block.t;
             uint32 path = 0, nodes = 0;
-            uint64 code = 0;
             if (i <= better) {
                 path = paths.order[i];
-                const uint64 key = paths.keys[i];
+                const uint64 key = paths.keys[path];
                 const uint32 depth = paths.depths[path];
                 if (depth < L) {
                     const float* row = log_probs + int64(depth) * trees.K;
@@ -712,22 +786,20 @@ struct Growth {
                     const uint32 first = first_where(0, width, [&](uint32 r) { return key_of(r) >= bound; });
                     const uint32 last = first_where(first, width, [&](uint32 r) { return key_of(r) > bound; });
                     nodes = min(uint64(missing), uint64(last - first) * paths.sizes[depth + 1]);
-                    code = with_rank(paths.codes[path], paths.bits[path], first);
+                    paths.codes[path] = with_rank(paths.codes[path], paths.bits[path], first);
                     paths.nexts[path] = first;
                 }
             }
             uint32 here;
             const uint32 place = groups + block.sum_before(nodes > 0, here);
             if (nodes > 0) {
-                paths.keys[place] = code;
                 paths.order[place] = path;
                 paths.bits[path] = nodes;
             }
             groups += here;
         }
-        sort_paths(block, paths.keys, paths.order, groups, [&](uint64 code_a, uint32 a, uint64 code_b, uint32 b) {
-            if (code_a != code_b) return code_a < code_b;
-            if (code_a == ~0ull || a == b) return false;
+        sort_order(block, paths.order, groups, [&](uint32 a, uint32 b) {
+            if (paths.codes[a] != paths.codes[b]) return paths.codes[a] < paths.codes[b];
             return paths.precedes(a, paths.nexts[a], b, paths.nexts[b]);
         });
 

@@ -172,8 +172,10 @@ __device__ __forceinline__ void topk_of_tile(
     uint32 count;
     uint32 place = block.sum_before(__popc(chosen), count);
     candidates += tile * most;
+    const uint32 chosen_by_warp = __reduce_or_sync(ALL_LANES, chosen);  // few, so most of these are passed over
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
+        if ((chosen_by_warp >> i & 1) == 0) continue;
         if (chosen >> i & 1) {
             const uint32 column = first_column + i / VECTOR * VECTOR * TILE_THREADS + VECTOR * block.t + i % VECTOR;
             candidates[place++] = uint64(number_of(x[i])) << 32 | ~column;
@@ -213,9 +215,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) topk_of_tiles_f32(TIL
 constexpr int32 MERGE_THREADS = 1024;
 constexpr int32 MOST_SORTED = 2048;
 constexpr int32 RANKED = 256;       // up to so many are ranked by comparing each with all
-constexpr int32 MOST_HELD = 8192;   // candidates in shared memory; more are read from global memory again and again
-
-extern __shared__ uint64 arena[];
+constexpr int32 MERGE_HELD = 4;     // candidates that a thread holds; if there are more, they are read again and again
 
 // `size` is a power of 2, 64 … 2,048, and at least K: so many candidates are sorted at most.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_tiles(
@@ -230,26 +230,35 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_tiles(
     Block block(sums);
     const int64 row = blockIdx.x, slots = int64(tiles) * most;
     candidates += row * slots;
-    const bool held = slots <= MOST_HELD;
-    uint32 greatest = 0, bound = 0;
-    for (int64 i = block.t; i < slots; i += MERGE_THREADS) {
-        const uint64 candidate = candidates[i];
-        if (held) arena[i] = candidate;
-        greatest = max(greatest, uint32(candidate >> 32));
+    tops += row * tiles;
+    totals += row * tiles;
+    uint64 held[MERGE_HELD];
+#pragma unroll
+    for (int i = 0; i < MERGE_HELD; ++i) {
+        const int32 slot = i * MERGE_THREADS + block.t;
+        held[i] = slot < slots ? candidates[slot] : 0;
     }
+    // Calls `use` with each of the thread's candidates.
+    const auto for_each = [&](auto use) {
+#pragma unroll
+        for (int i = 0; i < MERGE_HELD; ++i) use(held[i]);
+        for (int64 slot = MERGE_HELD * MERGE_THREADS + block.t; slot < slots; slot += MERGE_THREADS) use(candidates[slot]);
+    };
+    uint32 greatest = 0, bound = 0;
     for (int32 tile = block.t; tile < tiles; tile += MERGE_THREADS) bound = max(bound, bounds[row * tiles + tile]);
-    const uint64* keys = held ? arena : candidates;
-
     if (block.warp == 0) {
-        float top = minus_infinity();
-        for (int32 tile = block.lane; tile < tiles; tile += 32) top = fmaxf(top, tops[row * tiles + tile]);
+        const float own_top = block.lane < tiles ? tops[block.lane] : minus_infinity();
+        double total = block.lane < tiles ? totals[block.lane] : 0.0;
+        float top = own_top;
+        for (int32 tile = block.lane + 32; tile < tiles; tile += 32) top = fmaxf(top, tops[tile]);
 #pragma unroll
         for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
-        double total = 0.0;
-        for (int32 tile = block.lane; tile < tiles && is_finite(top); tile += 32) {
-            const float tile_top = tops[row * tiles + tile];
-            if (is_finite(tile_top)) total += totals[row * tiles + tile] * exp(double(tile_top) - double(top));
-        }
+        // What a tile adds, relative to the greatest of all; a tile without a finite logit adds nothing.
+        const auto rebased = [&](double tile_total, float tile_top) {
+            return is_finite(tile_top) ? tile_total * exp(double(tile_top) - double(top)) : 0.0;
+        };
+        total = rebased(total, own_top);
+        for (int32 tile = block.lane + 32; tile < tiles; tile += 32) total += rebased(totals[tile], tops[tile]);
         total = sum_of_lanes(total);
         if (block.lane == 0) {
             usable = is_finite(top);
@@ -258,12 +267,13 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_tiles(
     }
 
     // At least K reach `low`, and fewer reach `high`.
+    for_each([&](uint64 candidate) { greatest = max(greatest, uint32(candidate >> 32)); });
     uint64 high = uint64(block.greatest(greatest)) + 1 << 32, low = uint64(block.greatest(bound)) << 32;
     if (low == 0) low = 1;
     while (high - low > 1) {
         const uint64 middle = low + (high - low) / 2;
         uint32 found = 0;
-        for (int64 i = block.t; i < slots; i += MERGE_THREADS) found += keys[i] >= middle;
+        for_each([&](uint64 candidate) { found += candidate >= middle; });
         found = block.sum(found);
         if (found < K) {
             high = middle;
@@ -273,10 +283,12 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_tiles(
         }
     }
     uint32 own = 0, count;
-    for (int64 i = block.t; i < slots; i += MERGE_THREADS) own += keys[i] >= low;
+    for_each([&](uint64 candidate) { own += candidate >= low; });
     uint32 place = block.sum_before(own, count);
-    for (int64 i = block.t; i < slots && own > 0; i += MERGE_THREADS)
-        if (keys[i] >= low) sorted[place++] = keys[i];
+    if (own > 0)
+        for_each([&](uint64 candidate) {
+            if (candidate >= low) sorted[place++] = candidate;
+        });
     for (int32 i = count + block.t; i < size; i += MERGE_THREADS) sorted[i] = 0;
     // The candidates, to those who sort them; and the normalisation, to those who write.
     __syncthreads();
@@ -311,7 +323,6 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_tiles(
         for (int32 rank = block.t; rank < K; rank += MERGE_THREADS) write(rank, sorted[rank]);
     }
 }
-DDTREE_SHARED(merge_tiles, MOST_HELD * sizeof(uint64));
 
 // ---------------------------------------------------------------------------------------------------- rows
 

@@ -9,7 +9,7 @@ from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, s
 __all__ = ["topk_log_probs"]
 
 TILE, TILE_THREADS = 8192, 256
-MERGE_THREADS, MOST_HELD = 1024, 8192
+MERGE_THREADS = 1024
 ROW_THREADS = 512
 MOST_BY_TILES = 1024
 """K of which each tile gives candidates; for a larger K, one block works on a row."""
@@ -43,7 +43,6 @@ def topk_log_probs(logits: Any, k: int, *, vocab_size: int | None = None) -> tup
             *("topk_log_probs", "merge_tiles", rows, MERGE_THREADS),
             *(*made, np.int32(tiles), np.int32(k), np.int32(most), np.int32(max(64, power_of_2(k + k // 4)))),
             *(log_probs, token_ids),
-            shared=8 * min(tiles * most, MOST_HELD),
         )
     return log_probs, token_ids
 
