@@ -2,17 +2,19 @@
 //
 // Two ways, for small and for large trees; each builds the trees of a batch in one launch, one request a block.
 //
-// search_N: best-first search by one warp, whose registers hold what may come next. Node i has a list, its children in
-//   order of rank, of which the first that is not yet taken stands in a register of lane i % 32. Taking a path is one
-//   minimum over the warp; what its successors cost is known before it is taken, so that loads and sums are off the
-//   path from one minimum to the next. For budgets to N = 32, 64 and 128 and for paths whose codes fit a word.
+// small_N: for budgets to N = 64 and 128, and as many depths and paths as have codes of one word. A bound is found that
+//   at least `budget` paths are below and mostly not many more; all paths below it are made level by level, each warp
+//   the children of one path; and each path is compared with all. Everything lies in shared memory. Where many paths
+//   have equal scores, so that too many are below the bound, one warp makes a best-first search instead, in registers:
+//   node i has a list, its children in order of rank, of which the first that is not yet taken is known to lane i % 32.
+//   Taking a path is one minimum over the warp, and what its successors cost is known before it is taken.
 //
 // grow_*: level by level, all threads at once, for any budget and depth. A bound is kept that at least `budget` paths
 //   reach; of each level's children only those strictly better than it are made, a bisection over all paths made so
-//   far raises it, and what no longer exceeds it is dropped. So at the end all paths better than the bound are there,
-//   about `budget` of them, and are sorted. If they are fewer, those that equal the bound fill the rest in the order of
-//   paths. A path that equals the bound and has a parent that does too adds candidates that change no sum, so below
-//   each first such path the tree is regular, and the place of every node in it is calculated. In shared memory
+//   far raises it, and what is not better than it any more is dropped. So at the end all paths better than the bound are
+//   there, about `budget` of them, and are sorted. If they are fewer, those that equal the bound fill the rest in the
+//   order of paths. A path that equals the bound and has a parent that does too adds a candidate that changes no sum, so
+//   below each first such path the tree is regular, and the place of every node in it is calculated. In shared memory
 //   (grow_shared) or, for more nodes, in global memory (grow_global).
 //
 // fill_visibility: one warp a node, after grow_*.
@@ -67,6 +69,7 @@ constexpr int32 SMALL_THREADS = 512;
 constexpr int32 SMALL_WARPS = SMALL_THREADS / 32;
 constexpr int32 SMALL_DEPTHS = 44;  // most depths; the codes of SMALL_PATHS paths of that depth then fit a word
 constexpr int32 SMALL_PATHS = 512;  // below the bound, the root included
+static_assert(SMALL_PATHS == SMALL_THREADS, "a thread can hold each path");
 
 __host__ __device__ constexpr uint32 small_shared(int32 most_nodes)
 {
@@ -89,10 +92,10 @@ struct Path {
 
 // A draft in shared memory, of at most as many candidates as nodes.
 struct Draft {
-    int32 L, columns;  // behind a row's `width` costs and behind the last row they are +inf
-    float* costs;      // (L + 2, columns)
-    uint32* widths;    // (L) candidates before the first that is not drafted
-    float* chain;      // (L + 1) costs of the likeliest path, about
+    int32 L, columns;     // two columns behind the last candidate, and two rows behind the last depth, are +inf
+    const float* costs;   // (L + 2, columns)
+    const uint32* widths; // (L) candidates before the first that is not drafted
+    const float* chain;   // (L + 1) what the likeliest path of each length costs, about
 };
 
 // A bound that at least `budget` paths are below, or NOT_DRAFTED. Of the paths that leave the likeliest one at no more
@@ -104,7 +107,7 @@ __device__ uint64 likely_bound(Block& block, const Draft& draft, uint32 budget)
     constexpr int LISTS = (SMALL_DEPTHS * (SMALL_DEPTHS + 1) / 2 + SMALL_THREADS - 1) / SMALL_THREADS;
     const float* costs[LISTS];
     float before[LISTS];
-    uint32 first[LISTS], last[LISTS];
+    uint32 first[LISTS], from[LISTS], to[LISTS];  // of a list, the first rank that the bound may leave out is in from … to
     float greatest = 0.0f;
     uint32 all = 0;
 #pragma unroll
@@ -118,24 +121,30 @@ __device__ uint64 likely_bound(Block& block, const Draft& draft, uint32 budget)
         costs[i] = draft.costs + (drafted ? depth * draft.columns : 0);
         before[i] = drafted ? draft.chain[length] - costs[i][0] : 0.0f;
         first[i] = depth + 1 == length ? 0 : 1;
-        last[i] = drafted ? max(draft.widths[depth], first[i]) : first[i];
-        all += last[i] - first[i];
-        if (first[i] < last[i]) greatest = fmaxf(greatest, before[i] + costs[i][last[i] - 1]);
+        from[i] = first[i];
+        to[i] = drafted ? max(draft.widths[depth], first[i]) : first[i];
+        all += to[i] - first[i];
+        if (first[i] < to[i]) greatest = fmaxf(greatest, before[i] + costs[i][to[i] - 1]);
     }
     float low = 0.0f, high = __uint_as_float(block.greatest(__float_as_uint(greatest)));
     if (block.sum(all) < budget) return NOT_DRAFTED;
+    if (0 < budget && budget <= draft.widths[0]) high = fminf(high, draft.costs[budget - 1]);
     for (int step = 0; step < 12; ++step) {
         const float middle = 0.5f * (low + high);
-        uint32 found = 0;
+        uint32 ends[LISTS], found = 0;
 #pragma unroll
-        for (int i = 0; i < LISTS; ++i)
-            found += first_where(first[i], last[i], [&](uint32 r) { return before[i] + costs[i][r] > middle; }) - first[i];
+        for (int i = 0; i < LISTS; ++i) {
+            ends[i] = first_where(from[i], to[i], [&](uint32 r) { return before[i] + costs[i][r] > middle; });
+            found += ends[i] - first[i];
+        }
         found = block.sum(found);
-        if (found < budget) {
-            low = middle;
-        } else {
-            high = middle;
-            if (found <= budget + budget / 4) break;
+        const bool too_few = found < budget;
+        (too_few ? low : high) = middle;
+        if (!too_few && found <= budget + budget / 4) break;
+#pragma unroll
+        for (int i = 0; i < LISTS; ++i) {
+            from[i] = too_few ? ends[i] : from[i];
+            to[i] = too_few ? to[i] : ends[i];
         }
     }
     return __double_as_longlong(double(high) * (1.0 + 1e-5) + 1e-37);  // more than the sums are wrong by
@@ -160,7 +169,7 @@ template <int SLOTS>
 __device__ uint32 grow_small(Block& block, const Draft& draft, uint32 budget, SmallTree<SLOTS>& tree)
 {
     __shared__ uint64 keys[SMALL_PATHS], codes[SMALL_PATHS];
-    __shared__ uint32 paths[SMALL_PATHS], nodes[SMALL_PATHS], counts[SMALL_DEPTHS];
+    __shared__ uint32 paths[SMALL_PATHS], own[SMALL_PATHS], nodes[SMALL_PATHS], counts[SMALL_DEPTHS];
     const int32 t = block.t;
     if (t < SMALL_DEPTHS) counts[t] = 0;
     if (t == 0) {
@@ -201,29 +210,63 @@ __device__ uint32 grow_small(Block& block, const Draft& draft, uint32 budget, Sm
     const uint32 found = end - 1;
     if (found < budget && bound != NOT_DRAFTED) return 0;
 
+    // `keys`, `codes` and `own` become those of the paths that are put in order: all, or of many the best.
+    uint32 kept = found;
+    if (t < end) own[t] = t;
+    if (found > SMALL_THREADS / 2) {
+        const uint64 key = 0 < t && t < end ? keys[t] : NOT_DRAFTED, code = t < end ? codes[t] : 0;
+        uint64 low = keys[1], high = bound - 1;
+        while (low < high) {
+            const uint64 middle = low + (high - low) / 2;
+            const uint32 reached = block.sum(key <= middle);
+            if (reached < budget) {
+                low = middle + 1;
+            } else {
+                high = middle;
+                if (reached <= budget + budget / 4) break;
+            }
+        }
+        const uint32 place = 1 + block.sum_before(key <= high, kept);
+        if (key <= high) {
+            keys[place] = key;
+            codes[place] = code;
+            own[place] = t;
+        }
+    }
+    // They, to all who count; the paths lie in the order in which they were made, parents first.
+    __syncthreads();
     // A path's node is the number of paths before it, the root among them; so many threads share in counting them.
     uint32 sharing = 32;
-    while (sharing > 1 && found * sharing > SMALL_THREADS) sharing /= 2;
+    while (sharing > 1 && kept * sharing > SMALL_THREADS) sharing /= 2;
     const uint32 path = 1 + t / sharing;
     uint32 before = 0;
-    if (path < end) {
-        const uint64 key = keys[path], code = codes[path];
+    if (path <= kept) {
+        const uint64 key = keys[path];
+        bool tied = false;
 #pragma unroll 4
-        for (uint32 other = 1 + t % sharing; other < end; other += sharing) {
-            const uint64 other_key = keys[other], other_code = codes[other];
-            // Of equal codes, one path continues the other by zeros, and it is behind it.
-            const bool by_code = other_code < code || (other_code == code && other < path);
-            before += other_key < key || (other_key == key && by_code);
+        for (uint32 other = 1 + t % sharing; other <= kept; other += sharing) {
+            const uint64 other_key = keys[other];
+            before += other_key < key;
+            tied = tied || (other_key == key && other != path);
+        }
+        if (tied) {
+            const uint64 code = codes[path];
+            for (uint32 other = 1 + t % sharing; other <= kept; other += sharing) {
+                const uint64 other_code = codes[other];
+                // Of equal codes, one path continues the other by zeros, and it is behind it.
+                if (keys[other] == key) before += other_code < code || (other_code == code && other < path);
+            }
         }
     }
     for (uint32 step = sharing / 2; step > 0; step /= 2) before += __shfl_xor_sync(ALL_LANES, before, step);
-    if (path < end && t % sharing == 0) nodes[path] = 1 + before;
+    if (path <= kept && t % sharing == 0) nodes[own[path]] = 1 + before;
     // The nodes, to those who write which is whose parent.
     __syncthreads();
-    const uint32 count = min(found, budget);
-    for (uint32 i = t; i < end; i += SMALL_THREADS) {
-        const Path own(paths[i]);
-        if (nodes[i] <= count) tree.set(nodes[i], keys[i], own, nodes[own.parent()]);
+    const uint32 count = min(kept, budget);
+    for (uint32 i = t; i <= kept; i += SMALL_THREADS) {
+        const uint32 node = i == 0 ? 0 : nodes[own[i]];
+        const Path made(paths[own[i]]);
+        if (node <= count) tree.set(node, keys[i], made, nodes[made.parent()]);
     }
     return 1 + count;
 }
@@ -416,7 +459,7 @@ DDTREE_SHARED(small_128, small_shared(128));
 
 // ---------------------------------------------------------------------------------------------------- grow_*
 
-constexpr int32 GROW_THREADS = 1024;
+constexpr int32 GROW_SHARED_THREADS = 1024, GROW_GLOBAL_THREADS = 512;
 constexpr uint32 GROW_SHARED = 100000;  // beside what is static
 
 // More paths than this are dropped to the `budget` best or a few more.
@@ -855,7 +898,7 @@ struct Growth {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(GROW_THREADS) grow_shared(TREES_PARAMETERS)
+extern "C" __global__ void __launch_bounds__(GROW_SHARED_THREADS) grow_shared(TREES_PARAMETERS)
 {
     __shared__ uint32 sums[2][32];
     const Trees trees = TREES;
@@ -865,7 +908,7 @@ extern "C" __global__ void __launch_bounds__(GROW_THREADS) grow_shared(TREES_PAR
 DDTREE_SHARED(grow_shared, GROW_SHARED);
 
 //   memory  uint8 (B, memory_size)
-extern "C" __global__ void __launch_bounds__(GROW_THREADS) grow_global(
+extern "C" __global__ void __launch_bounds__(GROW_GLOBAL_THREADS, 1) grow_global(
     TREES_PARAMETERS, unsigned char* memory, int64 memory_size)
 {
     __shared__ uint32 sums[2][32];

@@ -37,14 +37,13 @@ def build_tree(log_probs: Any, token_ids: Any, root_token_ids: Any, *, budget: i
         shared = 4 * (L + 2) * (columns + 2) + 4 * L * columns
         launch("build_tree", f"small_{most}", B, SMALL_THREADS, *arguments, shared=shared)
     else:
-        threads = 1024 if budget > 256 else 256
         shared = paths_size(budget, L, columns, 2)
         if shared <= GROW_SHARED and max(L, most_kept(budget)) < 2**16:
-            launch("build_tree", "grow_shared", B, threads, *arguments, shared=shared)
+            launch("build_tree", "grow_shared", B, 1024 if budget > 256 else 512, *arguments, shared=shared)
         else:
             size = paths_size(budget, L, columns, 4)
             memory = empty((B, size), np.uint8)
-            launch("build_tree", "grow_global", B, threads, *arguments, memory, np.int64(size))
+            launch("build_tree", "grow_global", B, 512, *arguments, memory, np.int64(size))
         launch(
             *("build_tree", "fill_visibility", blocks_for(parents.size, NODES_A_BLOCK), 32 * NODES_A_BLOCK),
             *(parents, counts, words, np.int64(parents.size), np.int32(N)),

@@ -4,9 +4,11 @@
 //
 // topk_of_tiles_*, then merge_tiles: a row is cut into tiles of 8,192 columns, one a block, so that few rows keep the
 //   whole GPU busy. A block holds its tile in registers: it takes the greatest logit, the sum of exponentials relative
-//   to it, and, by a bisection for a logit that K or a few more reach, its candidates, of each value that is cut the
-//   lowest ids. Then one block a row sums up the tiles and finds and sorts the K best candidates. A candidate is one
-//   word of 64 bits, an integer that sorts as the logit and behind it the inverted id, so that no two are equal.
+//   to it, and, by a bisection for a logit that K or a few more reach, its candidates; where one logit makes them too
+//   many, of its columns the first. Then one block a row adds up the tiles' sums, and finds the K best candidates by a
+//   bisection too and sorts them. A candidate is one word of 64 bits, an integer that sorts as the logit and behind it
+//   the inverted id, so that no two are equal. If there are more than its threads hold, it first gathers those that
+//   reach what K candidates of the row do: each tile says what a fair share of K of its candidates reach.
 // topk_of_row_*: one block a row, for any K and type: the K-th greatest logit by radix selection, what is above it and
 //   the lowest ids of what equals it, and a bitonic sort in global memory.
 //
@@ -17,6 +19,7 @@
 //   token_ids   int32   (rows, K)   written in full
 //   candidates  uint64  (rows, tiles, most)   0 behind the last
 //   bounds      uint32  (rows, tiles)   what K candidates of the tile reach, or 0 if it has no K
+//   shares      uint32  (rows, tiles)   what `share` candidates reach, if that is not 0; not in the last tile
 //   tops        float32 (rows, tiles)   the greatest logit
 //   totals      float64 (rows, tiles)   the sum of exp(logit - top)
 #include "block.cuh"
@@ -77,8 +80,8 @@ __device__ __forceinline__ void load_vector(float* x, const T* source, int64 pre
 
 template <typename T>
 __device__ __forceinline__ void topk_of_tile(
-    const T* logits, int64 width, int32 V, int32 tiles, int32 K, int32 most,
-    uint64* candidates, uint32* bounds, float* tops, double* totals)
+    const T* logits, int64 width, int32 V, int32 tiles, int32 K, int32 most, int32 share,
+    uint64* candidates, uint32* bounds, uint32* shares, float* tops, double* totals)
 {
     __shared__ uint32 sums[2][32];
     __shared__ double parts[TILE_THREADS / 32];
@@ -129,17 +132,25 @@ __device__ __forceinline__ void topk_of_tile(
     total = sum_of_lanes(total);
     if (block.lane == 0) parts[block.warp] = total;
 
-    // The bound: at least K reach `low`, and fewer reach `high`.
-    uint32 reached = present;
+    const auto count_from = [&](uint32 number) {
+        const float bound = value_of(number);
+        uint32 found = 0;
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) found += x[i] >= bound;
+        return block.sum(found);
+    };
+    // The bounds: at least K reach `low`, and fewer reach `high`; and the same for `share`, where it is asked for.
+    uint32 reached = present, share_low = low, share_high = high;
     if (present > most) {
         reached = ~0u;
+        while (share > 0 && share_high - share_low > 1) {
+            const uint32 middle = share_low + (share_high - share_low) / 2, found = count_from(middle);
+            (found < K ? high : low) = middle;
+            (found < share ? share_high : share_low) = middle;
+            if (share <= found && found <= share + share / 4 + 8) break;
+        }
         while (high - low > 1) {
-            const uint32 middle = low + (high - low) / 2;
-            const float bound = value_of(middle);
-            uint32 found = 0;
-#pragma unroll
-            for (int i = 0; i < HELD; ++i) found += x[i] >= bound;
-            found = block.sum(found);
+            const uint32 middle = low + (high - low) / 2, found = count_from(middle);
             if (found < K) {
                 high = middle;
             } else {
@@ -187,15 +198,17 @@ __device__ __forceinline__ void topk_of_tile(
         total = 0.0;
         for (int warp = 0; warp < TILE_THREADS / 32; ++warp) total += parts[warp];
         bounds[tile] = present >= K ? low : 0;
+        shares[tile] = share_low;
         tops[tile] = top;
         totals[tile] = total;
     }
 }
 
 #define TILES_PARAMETERS(T)                                                                                    \
-    const T *__restrict__ logits, int64 width, int32 V, int32 tiles, int32 K, int32 most,                      \
-        uint64 *__restrict__ candidates, uint32 *__restrict__ bounds, float *__restrict__ tops, double *__restrict__ totals
-#define TILES logits, width, V, tiles, K, most, candidates, bounds, tops, totals
+    const T *__restrict__ logits, int64 width, int32 V, int32 tiles, int32 K, int32 most, int32 share,           \
+        uint64 *__restrict__ candidates, uint32 *__restrict__ bounds, uint32 *__restrict__ shares,              \
+        float *__restrict__ tops, double *__restrict__ totals
+#define TILES logits, width, V, tiles, K, most, share, candidates, bounds, shares, tops, totals
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS) topk_of_tiles_f16(TILES_PARAMETERS(__half))
 {
@@ -212,15 +225,19 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) topk_of_tiles_f32(TIL
 
 // ---------------------------------------------------------------------------------------------------- merge
 
-constexpr int32 MERGE_THREADS = 1024;
+constexpr int32 MOST_MERGE_THREADS = 512;
 constexpr int32 MOST_SORTED = 2048;
-constexpr int32 RANKED = 256;       // up to so many are ranked by comparing each with all
-constexpr int32 MERGE_HELD = 4;     // candidates that a thread holds; if there are more, they are read again and again
+constexpr int32 GATHERED = 4096;     // of more candidates than are held, those that may count
+constexpr int32 MERGE_HELD = 8;      // candidates that a thread holds; if there are more, they are read again and again
+static_assert(GATHERED == MERGE_HELD * MOST_MERGE_THREADS, "gathered candidates are held");
+
+extern __shared__ uint64 gathered[];
 
 // `size` is a power of 2, 64 … 2,048, and at least K: so many candidates are sorted at most.
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_tiles(
-    const uint64* __restrict__ candidates, const uint32* __restrict__ bounds, const float* __restrict__ tops,
-    const double* __restrict__ totals, int32 tiles, int32 K, int32 most, int32 size,
+extern "C" __global__ void __launch_bounds__(MOST_MERGE_THREADS, 1) merge_tiles(
+    const uint64* __restrict__ candidates, const uint32* __restrict__ bounds, const uint32* __restrict__ shares,
+    const float* __restrict__ tops, const double* __restrict__ totals,
+    int32 tiles, int32 K, int32 most, int32 share, int32 size,
     float* __restrict__ log_probs, int32* __restrict__ token_ids)
 {
     __shared__ uint64 sorted[MOST_SORTED];
@@ -228,24 +245,52 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_tiles(
     __shared__ double log_z;
     __shared__ bool usable;
     Block block(sums);
-    const int64 row = blockIdx.x, slots = int64(tiles) * most;
+    __shared__ uint32 gathered_count;
+    const int64 row = blockIdx.x;
+    int64 slots = int64(tiles) * most;
     candidates += row * slots;
+    bounds += row * tiles;
+    shares += row * tiles;
     tops += row * tiles;
     totals += row * tiles;
+
+    // What at least K reach: the K of one tile, or the shares of all tiles but the last.
+    uint32 bound = 0, least_share = ~0u;
+    for (int32 tile = block.t; tile < tiles; tile += block.size) {
+        bound = max(bound, bounds[tile]);
+        if (tile < tiles - 1) least_share = min(least_share, shares[tile]);
+    }
+    if (block.t == 0) gathered_count = 0;
+    uint64 low = uint64(block.greatest(bound)) << 32;
+    if (share > 0) {
+        low = max(low, uint64(block.least(least_share)) << 32);
+        for (int64 slot = block.t; slot < slots; slot += block.size) {
+            const uint64 candidate = candidates[slot];
+            if (candidate < low) continue;
+            const uint32 place = atomicAdd(&gathered_count, 1u);
+            if (place < GATHERED) gathered[place] = candidate;
+        }
+        // What has been gathered, to all.
+        __syncthreads();
+        if (gathered_count <= GATHERED) {
+            candidates = gathered;
+            slots = gathered_count;
+        }
+    }
+    if (low == 0) low = 1;
+
     uint64 held[MERGE_HELD];
 #pragma unroll
     for (int i = 0; i < MERGE_HELD; ++i) {
-        const int32 slot = i * MERGE_THREADS + block.t;
+        const int32 slot = i * block.size + block.t;
         held[i] = slot < slots ? candidates[slot] : 0;
     }
     // Calls `use` with each of the thread's candidates.
     const auto for_each = [&](auto use) {
 #pragma unroll
         for (int i = 0; i < MERGE_HELD; ++i) use(held[i]);
-        for (int64 slot = MERGE_HELD * MERGE_THREADS + block.t; slot < slots; slot += MERGE_THREADS) use(candidates[slot]);
+        for (int64 slot = MERGE_HELD * block.size + block.t; slot < slots; slot += block.size) use(candidates[slot]);
     };
-    uint32 greatest = 0, bound = 0;
-    for (int32 tile = block.t; tile < tiles; tile += MERGE_THREADS) bound = max(bound, bounds[row * tiles + tile]);
     if (block.warp == 0) {
         const float own_top = block.lane < tiles ? tops[block.lane] : minus_infinity();
         double total = block.lane < tiles ? totals[block.lane] : 0.0;
@@ -267,9 +312,9 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_tiles(
     }
 
     // At least K reach `low`, and fewer reach `high`.
+    uint32 greatest = 0;
     for_each([&](uint64 candidate) { greatest = max(greatest, uint32(candidate >> 32)); });
-    uint64 high = uint64(block.greatest(greatest)) + 1 << 32, low = uint64(block.greatest(bound)) << 32;
-    if (low == 0) low = 1;
+    uint64 high = (uint64(block.greatest(greatest)) + 1) << 32;
     while (high - low > 1) {
         const uint64 middle = low + (high - low) / 2;
         uint32 found = 0;
@@ -289,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_tiles(
         for_each([&](uint64 candidate) {
             if (candidate >= low) sorted[place++] = candidate;
         });
-    for (int32 i = count + block.t; i < size; i += MERGE_THREADS) sorted[i] = 0;
+    for (int32 i = count + block.t; i < size; i += block.size) sorted[i] = 0;
     // The candidates, to those who sort them; and the normalisation, to those who write.
     __syncthreads();
 
@@ -298,8 +343,8 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_tiles(
         log_probs[row * K + rank] = usable ? log_prob_of(x, log_z) : minus_infinity();
         token_ids[row * K + rank] = int32(~uint32(candidate));
     };
-    if (size <= RANKED) {
-        const int32 sharing = MERGE_THREADS / size;  // threads a candidate, side by side in one warp
+    if (size <= block.size) {
+        const int32 sharing = block.size / size;  // threads a candidate, side by side in one warp
         const uint64 candidate = sorted[block.t / sharing];
         uint32 rank = 0;
         for (int32 i = block.t % sharing; i < size; i += sharing) rank += sorted[i] > candidate;
@@ -308,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_tiles(
     } else {
         for (int32 span = 2; span <= size; span *= 2) {
             for (int32 step = span / 2; step > 0; step /= 2) {
-                for (int32 pair = block.t; pair < size / 2; pair += MERGE_THREADS) {
+                for (int32 pair = block.t; pair < size / 2; pair += block.size) {
                     const int32 i = 2 * pair - (pair & (step - 1)), j = i + step;
                     const uint64 a = sorted[i], b = sorted[j];
                     if (((i & span) == 0) == (a < b)) {
@@ -320,9 +365,11 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_tiles(
                 __syncthreads();
             }
         }
-        for (int32 rank = block.t; rank < K; rank += MERGE_THREADS) write(rank, sorted[rank]);
+        for (int32 rank = block.t; rank < K; rank += block.size) write(rank, sorted[rank]);
     }
 }
+
+DDTREE_SHARED(merge_tiles, GATHERED * sizeof(uint64));
 
 // ---------------------------------------------------------------------------------------------------- rows
 

@@ -9,7 +9,8 @@ from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, s
 __all__ = ["topk_log_probs"]
 
 TILE, TILE_THREADS = 8192, 256
-MERGE_THREADS = 1024
+MERGE_THREADS = (128, 256, 512)
+MERGE_HELD = 8
 ROW_THREADS = 512
 MOST_BY_TILES = 1024
 """K of which each tile gives candidates; for a larger K, one block works on a row."""
@@ -31,18 +32,22 @@ def topk_log_probs(logits: Any, k: int, *, vocab_size: int | None = None) -> tup
         )
     else:
         tiles, most = blocks_for(V, TILE), k + max(k // 4, 64)
+        threads = next((n for n in MERGE_THREADS if tiles * most <= MERGE_HELD * n), MERGE_THREADS[-1])
+        # Where a row has more candidates than its merging block holds, those that may count are gathered first.
+        share = blocks_for(k, tiles - 1) if tiles * most > MERGE_HELD * threads else 0
+        size = power_of_2(k + k // 4) if k <= 512 else power_of_2(k)
         made = (
-            *(empty((rows, tiles, most), np.uint64), empty((rows, tiles), np.uint32)),
+            *(empty((rows, tiles, most), np.uint64), empty((rows, tiles), np.uint32), empty((rows, tiles), np.uint32)),
             *(empty((rows, tiles), np.float32), empty((rows, tiles), np.float64)),
         )
         launch(
             *("topk_log_probs", f"topk_of_tiles_{suffix}", rows * tiles, TILE_THREADS),
-            *(logits, np.int64(width), np.int32(V), np.int32(tiles), np.int32(k), np.int32(most), *made),
+            *(logits, np.int64(width), *map(np.int32, (V, tiles, k, most, share)), *made),
         )
         launch(
-            *("topk_log_probs", "merge_tiles", rows, MERGE_THREADS),
-            *(*made, np.int32(tiles), np.int32(k), np.int32(most), np.int32(max(64, power_of_2(k + k // 4)))),
-            *(log_probs, token_ids),
+            *("topk_log_probs", "merge_tiles", rows, threads),
+            *(*made, *map(np.int32, (tiles, k, most, share, max(64, size))), log_probs, token_ids),
+            shared=8 * MERGE_HELD * threads if share > 0 else 0,
         )
     return log_probs, token_ids
 
