@@ -19,7 +19,8 @@ from ddtree.kernels import numba_cpu
 from ddtree.kernels.cupy.build_tree import build_tree
 from ddtree.kernels.cupy.topk_log_probs import topk_log_probs
 from ddtree.kernels.cupy.tree_positions import tree_positions
-from ddtree.property_tests.nearness import assert_right_top_k
+from ddtree.property_tests.compare import assert_close
+from ddtree.property_tests.nearness import ROW, assert_right_top_k
 
 POISON = 0x5A
 TYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
@@ -172,6 +173,26 @@ def test_topk_of_grids_and_special_rows(cupy: ModuleType, dtype: Any, V: int, wi
     for K in sorted({1, min(V, 64), min(V, 300), min(V, 1024), min(V, 1025), V}):
         got = tuple(a.get() for a in topk_log_probs(cupy.asarray(logits), K, vocab_size=V))
         assert_right_top_k(got, np.ascontiguousarray(logits[..., :V]), K)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("how", ["spread", "grid", "best in one tile", "best behind one another"])
+def test_topk_of_a_whole_vocabulary(cupy: ModuleType, dtype: Any, how: str) -> None:
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((1, 2, 163_840)) * 3
+    if how == "grid":
+        logits = np.round(logits * 2) / 2
+    elif how == "best in one tile":
+        logits[..., 50_000:52_000] += 20.0
+    elif how == "best behind one another":
+        logits[..., 100:2000] = np.linspace(20.0, 40.0, 1900)
+    logits = logits.astype(dtype)
+    for K in (1, 64, 256, 600, 1024, 2000):
+        log_probs, token_ids = (a.get() for a in topk_log_probs(cupy.asarray(logits), K))
+        expected, expected_ids = reference.topk_log_probs(logits, K)
+        np.testing.assert_array_equal(token_ids, expected_ids)
+        values = np.take_along_axis(logits.astype(np.float64), token_ids.astype(np.int64), -1)
+        assert_close(log_probs, expected, row=ROW, scale=np.maximum(1.0, np.abs(values)), what=f"K = {K}")
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
