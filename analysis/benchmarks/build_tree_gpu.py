@@ -41,33 +41,41 @@ class Case:
     max_depth: int
     batch_size: int = 1
     dtype: str = "float32"
-    tied: bool = False
-    """Logits on a grid of 1/8."""
+    kind: str = "wide"
+    """Of the logits: "wide", "peaked" where some tokens have most of the mass, or "tied" on a grid of 1/8."""
 
     vocab_size: int = 163_840
 
     @property
     def name(self) -> str:
         """As in the table."""
-        return f"{self.batch_size} × {self.max_depth}, {self.dtype}{', tied' if self.tied else ''}"
+        return f"{self.batch_size} × {self.max_depth}, {self.dtype}, {self.kind}"
 
 
 CASES = (
     *(Case(64, 64, L, dtype=dtype) for L in (7, 15) for dtype in ("bfloat16", "float32")),
-    Case(64, 64, 15, tied=True),
+    *(Case(64, 64, L, dtype="bfloat16", kind="peaked") for L in (7, 15)),
+    Case(64, 64, 15, kind="tied"),
     *(Case(64, 64, L, batch_size=64, dtype="bfloat16", vocab_size=20_480) for L in (7, 15)),
+    Case(64, 64, 15, batch_size=64, dtype="bfloat16", kind="peaked", vocab_size=20_480),
     *(Case(budget, 64, 15, dtype="bfloat16") for budget in (32, 128, 256)),
     *(Case(1024, K, L, dtype="bfloat16") for L, K in ((7, 64), (15, 64), (15, 256), (15, 1024))),
+    Case(1024, 64, 15, dtype="bfloat16", kind="peaked"),
+    Case(1024, 64, 15, kind="tied"),
 )
 
 
 def draft_logits(case: Case, seed: int = 0) -> NDArray[np.float32]:
-    """Draw float32 logits, of a spread that gives a draft of some certainty."""
+    """Draw float32 logits, some tokens of which the drafter expects more than the others."""
     rng = np.random.default_rng(seed)
     shape = case.batch_size, case.max_depth, case.vocab_size
     logits = np.float32(3) * rng.standard_normal(shape, np.float32)
-    logits[..., :8] += rng.uniform(0, 12, (*shape[:2], 8)).astype(np.float32)  # some tokens that the drafter expects
-    return np.asarray(np.round(logits * 8) / 8 if case.tied else logits, np.float32)
+    expected = rng.uniform(0, 12, (*shape[:2], 8)).astype(np.float32)
+    if case.kind == "peaked":
+        logits[..., :8] = 14 + expected
+    else:
+        logits[..., :8] += expected
+    return np.asarray(np.round(logits * 8) / 8 if case.kind == "tied" else logits, np.float32)
 
 
 def time_graph(function: Callable[[], Any], *, repeats: int, cold: bool = False) -> list[float]:

@@ -70,6 +70,7 @@ constexpr int32 SMALL_WARPS = SMALL_THREADS / 32;
 constexpr int32 SMALL_DEPTHS = 44;  // most depths; the codes of SMALL_PATHS paths of that depth then fit a word
 constexpr int32 SMALL_PATHS = 512;  // below the bound, the root included
 static_assert(SMALL_PATHS == SMALL_THREADS, "a thread can hold each path");
+constexpr uint32 SMALL_COMPARED = 192;  // more paths are cut to the best before each is compared with all
 
 __host__ __device__ constexpr uint32 small_shared(int32 most_nodes)
 {
@@ -112,25 +113,30 @@ __device__ uint64 likely_bound(Block& block, const Draft& draft, uint32 budget)
     uint32 all = 0;
 #pragma unroll
     for (int i = 0; i < LISTS; ++i) {
+        costs[i] = draft.costs;
+        before[i] = 0.0f;
+        first[i] = from[i] = to[i] = 0;
+        if (2 * i * SMALL_THREADS >= draft.L * (draft.L + 1)) continue;  // for all threads: there are no more lists
         const int32 list = i * SMALL_THREADS + block.t;
         int32 length = int32(0.5f * (1.0f + sqrtf(8.0f * list + 1.0f)));
         while (length * (length - 1) / 2 > list) --length;
         while (length * (length + 1) / 2 <= list) ++length;
         const int32 depth = list - length * (length - 1) / 2;
-        const bool drafted = length <= draft.L && draft.chain[length] < -minus_infinity();
-        costs[i] = draft.costs + (drafted ? depth * draft.columns : 0);
-        before[i] = drafted ? draft.chain[length] - costs[i][0] : 0.0f;
-        first[i] = depth + 1 == length ? 0 : 1;
-        from[i] = first[i];
-        to[i] = drafted ? max(draft.widths[depth], first[i]) : first[i];
+        if (length > draft.L || draft.chain[length] == -minus_infinity()) continue;
+        costs[i] = draft.costs + depth * draft.columns;
+        before[i] = draft.chain[length] - costs[i][0];
+        first[i] = from[i] = depth + 1 == length ? 0 : 1;
+        to[i] = max(draft.widths[depth], first[i]);
         all += to[i] - first[i];
         if (first[i] < to[i]) greatest = fmaxf(greatest, before[i] + costs[i][to[i] - 1]);
     }
     float low = 0.0f, high = __uint_as_float(block.greatest(__float_as_uint(greatest)));
     if (block.sum(all) < budget) return NOT_DRAFTED;
-    if (0 < budget && budget <= draft.widths[0]) high = fminf(high, draft.costs[budget - 1]);
+    // `budget` paths of one rank reach a bound that is sometimes right already, so it is tried first.
+    const bool one_rank = 0 < budget && budget <= draft.widths[0];
+    if (one_rank) high = fminf(high, draft.costs[budget - 1]);
     for (int step = 0; step < 12; ++step) {
-        const float middle = 0.5f * (low + high);
+        const float middle = one_rank && step == 0 ? high : 0.5f * (low + high);
         uint32 ends[LISTS], found = 0;
 #pragma unroll
         for (int i = 0; i < LISTS; ++i) {
@@ -213,7 +219,7 @@ __device__ uint32 grow_small(Block& block, const Draft& draft, uint32 budget, Sm
     // `keys`, `codes` and `own` become those of the paths that are put in order: all, or of many the best.
     uint32 kept = found;
     if (t < end) own[t] = t;
-    if (found > SMALL_THREADS / 2) {
+    if (found > SMALL_COMPARED) {
         const uint64 key = 0 < t && t < end ? keys[t] : NOT_DRAFTED, code = t < end ? codes[t] : 0;
         uint64 low = keys[1], high = bound - 1;
         while (low < high) {
@@ -474,8 +480,8 @@ struct Paths {
     uint32 *widths, *sizes;  // of a depth: candidates that are drafted, and nodes from one on that equals the bound
     float* costs;  // of the candidates of one depth
     Index *parents, *ranks, *depths, *bits;
-    Index *nexts;  // the first rank that is not yet made
-    Index *products;  // of rank + 1 along the path: so many paths come before its continuations
+    Index *nexts;  // the first rank that is not yet made; at the end of use to sort
+    Index *products;  // of rank + 1 along the path, which so many paths come before or equal; at the end its node
 
     // Mirrored in build_tree.py.
     __device__ Paths(unsigned char* memory, int32 budget, int32 L, int32 columns)
@@ -653,6 +659,8 @@ struct Growth {
                     const uint64 key = paths.keys[i];
                     const uint32 next = paths.nexts[i], limit = min(width, budget / paths.products[i]);
                     const auto is_out = [&](uint32 r) { return key_after(key, paths.costs[r]) >= bound; };
+                    // No more than do not fit: so sums over a block stay in 32 bits for budgets to 1.6 million, beyond
+                    // which visibility alone would take 320 GB a request.
                     children = min(first_where(next, limit, is_out) - next, room + 1);
                 }
                 uint32 here;

@@ -19,7 +19,7 @@
 //   token_ids   int32   (rows, K)   written in full
 //   candidates  uint64  (rows, tiles, most)   0 behind the last
 //   bounds      uint32  (rows, tiles)   what K candidates of the tile reach, or 0 if it has no K
-//   shares      uint32  (rows, tiles)   what `share` candidates reach, if that is not 0; not in the last tile
+//   shares      uint32  (rows, tiles)   what `share` of the tile reach, if that is not 0; not read of the last tile
 //   tops        float32 (rows, tiles)   the greatest logit
 //   totals      float64 (rows, tiles)   the sum of exp(logit - top)
 #include "block.cuh"
@@ -99,14 +99,14 @@ __device__ __forceinline__ void topk_of_tile(
     }
 
     // The greatest; and a logit that at least K reach, as many as there are vectors or threads.
-    float thread_top = minus_infinity(), least_vector_top = -minus_infinity();
+    float vector_tops[VECTORS], thread_top = minus_infinity(), least_vector_top = -minus_infinity();
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        float vector_top = minus_infinity();
+        vector_tops[v] = minus_infinity();
 #pragma unroll
-        for (int e = 0; e < VECTOR; ++e) vector_top = fmaxf(vector_top, x[VECTOR * v + e]);
-        thread_top = fmaxf(thread_top, vector_top);
-        least_vector_top = fminf(least_vector_top, vector_top);
+        for (int e = 0; e < VECTOR; ++e) vector_tops[v] = fmaxf(vector_tops[v], x[VECTOR * v + e]);
+        thread_top = fmaxf(thread_top, vector_tops[v]);
+        least_vector_top = fminf(least_vector_top, vector_tops[v]);
     }
     const uint32 greatest = block.greatest(number_of(thread_top));
     const float top = value_of(greatest);
@@ -132,25 +132,29 @@ __device__ __forceinline__ void topk_of_tile(
     total = sum_of_lanes(total);
     if (block.lane == 0) parts[block.warp] = total;
 
-    const auto count_from = [&](uint32 number) {
-        const float bound = value_of(number);
+    // What `share` vectors reach, and so as many logits or a few more.
+    uint32 share_low = low, share_high = high;
+    while (share > 0 && present > most && share_high - share_low > 1) {
+        const uint32 middle = share_low + (share_high - share_low) / 2;
         uint32 found = 0;
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) found += x[i] >= bound;
-        return block.sum(found);
-    };
-    // The bounds: at least K reach `low`, and fewer reach `high`; and the same for `share`, where it is asked for.
-    uint32 reached = present, share_low = low, share_high = high;
+        for (int v = 0; v < VECTORS; ++v) found += vector_tops[v] >= value_of(middle);
+        found = block.sum(found);
+        (found < share ? share_high : share_low) = middle;
+        if (share <= found && found <= share + share / 4 + 8) break;
+    }
+
+    // The bound: at least K reach `low`, and fewer reach `high`.
+    uint32 reached = present;
     if (present > most) {
         reached = ~0u;
-        while (share > 0 && share_high - share_low > 1) {
-            const uint32 middle = share_low + (share_high - share_low) / 2, found = count_from(middle);
-            (found < K ? high : low) = middle;
-            (found < share ? share_high : share_low) = middle;
-            if (share <= found && found <= share + share / 4 + 8) break;
-        }
         while (high - low > 1) {
-            const uint32 middle = low + (high - low) / 2, found = count_from(middle);
+            const uint32 middle = low + (high - low) / 2;
+            const float bound = value_of(middle);
+            uint32 found = 0;
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) found += x[i] >= bound;
+            found = block.sum(found);
             if (found < K) {
                 high = middle;
             } else {
@@ -228,6 +232,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) topk_of_tiles_f32(TIL
 constexpr int32 MOST_MERGE_THREADS = 512;
 constexpr int32 MOST_SORTED = 2048;
 constexpr int32 GATHERED = 4096;     // of more candidates than are held, those that may count
+constexpr int32 BATCH = 8;           // candidates that a thread loads at once to gather from
 constexpr int32 MERGE_HELD = 8;      // candidates that a thread holds; if there are more, they are read again and again
 static_assert(GATHERED == MERGE_HELD * MOST_MERGE_THREADS, "gathered candidates are held");
 
@@ -262,13 +267,33 @@ extern "C" __global__ void __launch_bounds__(MOST_MERGE_THREADS, 1) merge_tiles(
     }
     if (block.t == 0) gathered_count = 0;
     uint64 low = uint64(block.greatest(bound)) << 32;
+    if (low == 0) low = 1;
     if (share > 0) {
         low = max(low, uint64(block.least(least_share)) << 32);
-        for (int64 slot = block.t; slot < slots; slot += block.size) {
-            const uint64 candidate = candidates[slot];
-            if (candidate < low) continue;
-            const uint32 place = atomicAdd(&gathered_count, 1u);
-            if (place < GATHERED) gathered[place] = candidate;
+        for (int64 base = 0; base < slots; base += BATCH * block.size) {
+            uint64 batch[BATCH];
+            uint32 own = 0;
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int64 slot = base + i * block.size + block.t;
+                batch[i] = slot < slots ? candidates[slot] : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) own += batch[i] >= low;
+            uint32 upto = own, place = 0;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const uint32 other = __shfl_up_sync(ALL_LANES, upto, step);
+                if (block.lane >= step) upto += other;
+            }
+            if (block.lane == 31) place = atomicAdd(&gathered_count, upto);
+            place = __shfl_sync(ALL_LANES, place, 31) + upto - own;
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                if (batch[i] < low) continue;
+                if (place < GATHERED) gathered[place] = batch[i];
+                ++place;
+            }
         }
         // What has been gathered, to all.
         __syncthreads();
@@ -277,8 +302,6 @@ extern "C" __global__ void __launch_bounds__(MOST_MERGE_THREADS, 1) merge_tiles(
             slots = gathered_count;
         }
     }
-    if (low == 0) low = 1;
-
     uint64 held[MERGE_HELD];
 #pragma unroll
     for (int i = 0; i < MERGE_HELD; ++i) {
