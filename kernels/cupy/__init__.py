@@ -12,6 +12,7 @@ from ddtree.kernels.lazy import load_on_demand
 
 __all__ = [
     "accept_tree",
+    "build_tree",
     "choose_tokens",
     "compact_cache",
     "linear",
@@ -20,6 +21,7 @@ __all__ = [
     "rope",
     "route_experts",
     "swiglu",
+    "topk_log_probs",
     "tree_positions",
     "visibility_words",
 ]

@@ -30,6 +30,7 @@ OPTIONS = ("-std=c++17",)
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "accept_tree": (),
+    "build_tree": (),
     "choose_tokens": ("--fmad=false",),
     "compact_cache": (),
     "linear": (),
@@ -37,6 +38,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "rms_norm": (),
     "rope": (),
     "route_experts": (),
+    "topk_log_probs": (),
     "tree_positions": (),
     "visibility_words": (),
 }
