@@ -21,7 +21,7 @@ import click
 from rich.console import Console
 from rich.progress import track
 
-from ddtree.kernels.cupy.program import OPTIONS, PROGRAMS, program_source
+from ddtree.kernels.cupy.program import ADDED_BY_CUPY, OPTIONS, PROGRAMS, program_source
 
 __all__ = ["ARCHITECTURES", "Architecture", "KernelResources", "compile_program", "nvrtc_version", "resources_page"]
 
@@ -149,7 +149,7 @@ def compile_program(program: str, arch: str) -> list[KernelResources]:
     RuntimeError
         It does not compile; the message is the compiler's log.
     """
-    options = [f"-arch={arch}", *OPTIONS, *PROGRAMS[program], "--ptxas-options=-v", *_include_options()]
+    options = [f"-arch={arch}", *OPTIONS, *PROGRAMS[program], *ADDED_BY_CUPY, "--ptxas-options=-v", *_include_options()]
     cubin, ptx, log = _compile(program_source(program), f"{program}.cu", options)
     kernels = _ptxas_report(log)
     entries = set(re.findall(r"Compiling entry function '([^']+)'", log))

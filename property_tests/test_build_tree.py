@@ -56,6 +56,17 @@ def test_tree_is_the_first_budget_paths_of_all_paths(build_tree, draft, budget):
     assert_same_tree(build_tree(*draft, budget=budget), expected_tree(draft, budget))
 
 
+@pytest.mark.parametrize("unit", [1.0, 2.0**-126 / 64, 0.5])
+def test_subnormal_log_probs_count(build_tree, unit):
+    """Among likelier candidates of 0 and −0, and of ``unit``, some of which a conversion might take for 0 as well."""
+    falls = np.random.default_rng(3).integers(0, 3, (2, 3, 6)).cumsum(-1)
+    log_probs = -(np.where(falls < 4, falls * np.float64(2.0**-149), falls * unit)).astype(np.float32)
+    token_ids = np.tile(np.arange(6, dtype=np.int32), (2, 3, 1))
+    draft = log_probs, token_ids, np.array([0, 7], np.int32)
+    for budget in (1, 9, 40, 300):
+        assert_same_tree(build_tree(*draft, budget=budget), expected_tree(draft, budget))
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("L", [1, 2, 3])
 @pytest.mark.parametrize("K", [1, 2, 3])

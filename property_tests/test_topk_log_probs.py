@@ -97,6 +97,15 @@ def test_sharp_and_flat_rows_stay_within_tolerance_and_below_zero(topk_log_probs
     assert (log_probs <= 0).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("V", [40, pytest.param(5003, marks=pytest.mark.large)])
+def test_subnormal_logits_keep_their_order(topk_log_probs, dtype, V):
+    steps = np.random.default_rng(V).integers(-90, 90, (1, 2, V))
+    logits = (steps * np.float64(ml_dtypes.finfo(dtype).smallest_subnormal)).astype(dtype)
+    for k in {1, 8, V}:
+        assert_right_top_k(topk_log_probs(logits, k), logits, k)
+
+
 @pytest.mark.parametrize("B, L", [(0, 2), (2, 0), (0, 0)])
 def test_no_rows_give_no_rows(topk_log_probs, B, L):
     assert_right_top_k(topk_log_probs(np.zeros((B, L, 4), np.float32), 2), np.zeros((B, L, 4), np.float32), 2)

@@ -25,3 +25,31 @@ __device__ __forceinline__ float load(const float* p) { return *p; }
 __device__ __forceinline__ float load(const __half* p) { return __half2float(*p); }
 __device__ __forceinline__ float load(const __nv_bfloat16* p) { return __bfloat162float(*p); }
 __device__ __forceinline__ double load(const double* p) { return *p; }
+
+// CuPy compiles with -ftz=true, which takes subnormal float32 numbers for 0 in conversions, comparisons and arithmetic;
+// these do not.
+__device__ __forceinline__ double widened(float x)
+{
+    double wide;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(x));
+    return wide;
+}
+
+__device__ __forceinline__ double widened(double x) { return x; }
+
+template <typename X> __device__ __forceinline__ X narrowed(double x) { return x; }
+template <> __device__ __forceinline__ float narrowed<float>(double x)
+{
+    float narrow;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(narrow) : "d"(x));
+    return narrow;
+}
+
+__device__ __forceinline__ bool is_greater(float x, float y)
+{
+    uint32 greater;
+    asm("{\n\t.reg .pred p;\n\tsetp.gt.f32 p, %1, %2;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(greater) : "f"(x), "f"(y));
+    return greater != 0;
+}
+
+__device__ __forceinline__ bool is_greater(double x, double y) { return x > y; }

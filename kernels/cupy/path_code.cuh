@@ -16,7 +16,7 @@ constexpr int32 CODE_BITS = 64;
 
 __device__ __forceinline__ uint64 key_after(uint64 parent_key, float cost)
 {
-    return __double_as_longlong(__longlong_as_double(parent_key) + double(cost));
+    return __double_as_longlong(__longlong_as_double(parent_key) + widened(cost));
 }
 
 // From +0.0, as a sum would give it.
@@ -25,7 +25,8 @@ __device__ __forceinline__ double score_of(uint64 key) { return 0.0 - __longlong
 // What a candidate takes off a score: +inf where nothing is drafted, which a NaN says as well.
 __device__ __forceinline__ float cost_of(float log_prob)
 {
-    return log_prob > minus_infinity() ? fabsf(log_prob) : -minus_infinity();
+    const int32 bits = __float_as_int(log_prob) & 0x7FFFFFFF;  // the absolute value, subnormal or not
+    return __int_as_float(log_prob > minus_infinity() ? bits : 0x7F800000);
 }
 
 __device__ __forceinline__ int32 rank_bits(uint32 rank) { return 2 * (31 - __clz(rank + 1)) + 1; }

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "ADDED_BY_CUPY",
     "OPTIONS",
     "PROGRAMS",
     "blocks_for",
@@ -26,7 +27,9 @@ __all__ = [
 ]
 
 OPTIONS = ("-std=c++17",)
-"""Of every program. CuPy adds ``-ftz=true``, by which float32 operations take subnormal numbers for 0."""
+"""Of every program."""
+ADDED_BY_CUPY = ("-ftz=true",)
+"""What CuPy adds to them, and the compile gate too: float32 operations take subnormal numbers for 0."""
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "accept_tree": (),
