@@ -7,7 +7,7 @@ from Okabe and Ito's palette, and none of them carries a meaning alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,10 +22,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Drawing", "draw_tree", "plot_acceptance_by_depth", "plot_tau_by_budget", "save", "tree_layout"]
+__all__ = [
+    "Drawing",
+    "draw_tree",
+    "plot_acceptance_by_depth",
+    "plot_roofline",
+    "plot_tau_by_budget",
+    "plot_times",
+    "save",
+    "tree_layout",
+]
 
 BLUE, ORANGE, VERMILION, GREY, INK = "#0072B2", "#E69F00", "#D55E00", "#8A94A0", "#22272E"
 SERIES = {"tree": (BLUE, "o", "-"), "chain": (VERMILION, "s", "--")}
+GREEN, SKY, PINK = "#009E73", "#56B4E9", "#CC79A7"
+MARKS = ((BLUE, "o"), (VERMILION, "s"), (ORANGE, "^"), (GREEN, "D"), (PINK, "v"), (SKY, "P"))
 LONGEST_LABEL = 12
 
 
@@ -274,6 +285,71 @@ def tree_layout(parents: ArrayLike) -> NDArray[np.float64]:
         if children[node]:
             places[node, 1] = (places[children[node][0], 1] + places[children[node][-1], 1]) / 2
     return places
+
+
+def plot_times(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], *, ax: Axes | None = None) -> Drawing:
+    """Draw who took how long: a line a case, a mark each, on a logarithmic axis of microseconds.
+
+    ``rows`` are (label, microseconds by name); the first name is whose the figure is. Artists: the marks by name.
+    """
+    ax = ax or _new_axes(7.2, 1.3 + 0.34 * len(rows))
+    names = list(dict.fromkeys(name for _, times in rows for name in times))
+    artists: dict[str, Any] = {}
+    for i, (_, times) in enumerate(rows):
+        if times:
+            ax.plot([min(times.values()), max(times.values())], [i, i], color=GREY, linewidth=0.8, alpha=0.6, zorder=1)
+    for k, name in enumerate(names):
+        places = [(times[name], i) for i, (_, times) in enumerate(rows) if name in times]
+        colour, marker = MARKS[k % len(MARKS)]
+        artists[name] = ax.plot(
+            *zip(*places, strict=True), linestyle="", color=colour, marker=marker, markersize=7, label=name, zorder=2
+        )[0]
+    ax.set_xscale("log")
+    ax.set_yticks(range(len(rows)), [label for label, _ in rows])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_xlabel("microseconds")
+    ax.set_title(title, loc="left")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis="x", color=GREY, alpha=0.25, linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return Drawing(ax, artists)
+
+
+def plot_roofline(
+    rows: Sequence[tuple[str, float, float, Mapping[str, float]]],
+    gb_per_s: float,
+    tflop_per_s: float,
+    *,
+    ax: Axes | None = None,
+) -> Drawing:
+    """Draw speeds under what memory and arithmetic allow.
+
+    ``rows`` are (label, operations, bytes, microseconds by name); the two ceilings are measured ones, of which
+    arithmetic's may be NaN. Artists: the marks by name, "memory" and "arithmetic".
+    """
+    ax = ax or _new_axes(7.2, 4.6)
+    intensity = np.array([flops / moved for _, flops, moved, _ in rows])
+    x = np.geomspace(intensity.min() / 2, intensity.max() * 2, 64)
+    roof = np.fmin(x * gb_per_s / 1e3, tflop_per_s)
+    artists: dict[str, Any] = {
+        "memory": ax.plot(x, x * gb_per_s / 1e3, color=GREY, linestyle=":", linewidth=1)[0],
+        "arithmetic": ax.plot(x, roof, color=INK, linewidth=1.4, label="measured ceilings")[0],
+    }
+    for k, name in enumerate(dict.fromkeys(name for *_, times in rows for name in times)):
+        places = [(f / m, f / times[name] / 1e6) for _, f, m, times in rows if name in times]
+        colour, marker = MARKS[k % len(MARKS)]
+        artists[name] = ax.plot(
+            *zip(*places, strict=True), linestyle="", color=colour, marker=marker, markersize=7, label=name
+        )[0]
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_ylim(top=float(np.nanmax(roof)) * 1.6)
+    ax.set_xlabel("operations a byte")
+    ax.set_ylabel("TFLOP/s")
+    _plain(ax)
+    ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return Drawing(ax, artists)
 
 
 def save(figure: Figure | Drawing, path: str | os.PathLike[str]) -> Path:

@@ -39,6 +39,11 @@ TOLERANCE: dict[tuple[str, str], Tolerance] = {
     ("layers", "float32"): Tolerance(
         1e-5, "of the largest element: the same at 6e-8, with a few sums and an exponential after each other"
     ),
+    ("layers", "bfloat16"): Tolerance(
+        1e-2,
+        "of the sum of the sizes of its terms: two roundings of 4e-3, of what is between two products and of a sum",
+    ),
+    ("layers", "float16"): Tolerance(1.2e-3, "of the sum of the sizes of its terms: the same at 5e-4"),
     ("model", "float64"): Tolerance(
         1e-12, "of the largest element: three layers of sums of some hundred terms; 1e-14 is what is seen"
     ),

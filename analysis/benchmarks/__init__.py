@@ -1,1 +1,1 @@
-"""Timings beside a peer in the same run, each a command: ``python -m ddtree.analysis.benchmarks.build_tree``."""
+"""Timings beside peers in the same run: ``ddtree bench``, and for reading files and batches of trees a command each."""

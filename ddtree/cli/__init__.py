@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ddtree import BackendUnavailable, __version__
+from ddtree.cli.bench import bench
 from ddtree.cli.check import check
 from ddtree.cli.demo import demo
 from ddtree.cli.info import info
@@ -43,5 +44,5 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # τ on a terminal that has none is no reason to stop
 
 
-for command in (check, demo, info, kdtr, replay):
+for command in (bench, check, demo, info, kdtr, replay):
     main.add_command(command)

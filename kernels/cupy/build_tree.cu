@@ -104,7 +104,7 @@ struct Draft {
 __device__ uint64 likely_bound(Block& block, const Draft& draft, uint32 budget)
 {
     // Those paths as lists, one for each length and depth to leave at, in order of rank; rank 0, which does not leave,
-    // is in one list a length. Costs are float32 here, and about right.
+    // is in one list a length. Costs are float32 here, and about right (subnormal ones count as 0).
     constexpr int LISTS = (SMALL_DEPTHS * (SMALL_DEPTHS + 1) / 2 + SMALL_THREADS - 1) / SMALL_THREADS;
     const float* costs[LISTS];
     float before[LISTS];
@@ -153,7 +153,7 @@ __device__ uint64 likely_bound(Block& block, const Draft& draft, uint32 budget)
             to[i] = too_few ? to[i] : ends[i];
         }
     }
-    return __double_as_longlong(double(high) * (1.0 + 1e-5) + 1e-37);  // more than the sums are wrong by
+    return __double_as_longlong(double(high) * (1.0 + 1e-5) + 1e-30);  // more than the sums are wrong by
 }
 
 template <int SLOTS>
@@ -833,7 +833,7 @@ struct Growth {
                 if (depth < L) {
                     const float* row = log_probs + int64(depth) * trees.K;
                     const uint32 width = paths.widths[depth];
-                    const auto key_of = [&](uint32 r) { return key_after(key, fabsf(row[r])); };
+                    const auto key_of = [&](uint32 r) { return key_after(key, cost_of(row[r])); };
                     const uint32 first = first_where(0, width, [&](uint32 r) { return key_of(r) >= bound; });
                     const uint32 last = first_where(first, width, [&](uint32 r) { return key_of(r) > bound; });
                     nodes = min(uint64(missing), uint64(last - first) * paths.sizes[depth + 1]);

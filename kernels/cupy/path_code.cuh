@@ -14,9 +14,17 @@
 constexpr uint64 NOT_DRAFTED = 0x7FF0000000000000ull;  // the key of -inf; a key from here on is no path
 constexpr int32 CODE_BITS = 64;
 
+// CuPy compiles with -ftz=true, by which float32 operations take subnormal numbers for 0; this does not.
+__device__ __forceinline__ double widened(float x)
+{
+    double y;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ uint64 key_after(uint64 parent_key, float cost)
 {
-    return __double_as_longlong(__longlong_as_double(parent_key) + double(cost));
+    return __double_as_longlong(__longlong_as_double(parent_key) + widened(cost));
 }
 
 // From +0.0, as a sum would give it.
@@ -25,7 +33,8 @@ __device__ __forceinline__ double score_of(uint64 key) { return 0.0 - __longlong
 // What a candidate takes off a score: +inf where nothing is drafted, which a NaN says as well.
 __device__ __forceinline__ float cost_of(float log_prob)
 {
-    return log_prob > minus_infinity() ? fabsf(log_prob) : -minus_infinity();
+    const int32 bits = __float_as_int(log_prob) & 0x7FFFFFFF;  // the absolute value, subnormal or not
+    return __int_as_float(log_prob > minus_infinity() ? bits : 0x7F800000);
 }
 
 __device__ __forceinline__ int32 rank_bits(uint32 rank) { return 2 * (31 - __clz(rank + 1)) + 1; }

@@ -26,10 +26,18 @@ __all__ = [
 ]
 
 OPTIONS = ("-std=c++17",)
-"""Of every program."""
+"""Of every program. CuPy adds ``-ftz=true``, by which float32 operations take subnormal numbers for 0."""
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
+    "accept_tree": (),
     "build_tree": (),
+    "choose_tokens": ("--fmad=false",),
+    "compact_cache": (),
+    "linear": (),
+    "moe_experts": (),
+    "rms_norm": (),
+    "rope": (),
+    "route_experts": (),
     "topk_log_probs": (),
     "tree_positions": (),
     "visibility_words": (),

@@ -31,12 +31,13 @@ constexpr int32 HELD = VECTOR * VECTORS;
 constexpr int32 TILE = TILE_THREADS * HELD;
 constexpr uint32 LEAST_NUMBER = 0x007FFFFF;  // of -inf
 
-// An integer that sorts as x does; NaN counts as -inf, and -0 as 0.
-__device__ __forceinline__ float usual(float x) { return x > minus_infinity() ? x + 0.0f : minus_infinity(); }
+// An integer that sorts as x does; NaN counts as -inf, and -0 as 0. Of float32 by integers alone, since CuPy compiles
+// with -ftz=true, by which float32 operations take subnormal numbers for 0.
 __device__ __forceinline__ uint32 number_of(float x)
 {
-    const int32 bits = __float_as_int(usual(x));
-    return uint32(bits ^ (bits >> 31 | int32(0x80000000)));
+    const uint32 bits = __float_as_uint(x);
+    const uint32 number = bits ^ uint32(int32(bits) >> 31 | int32(0x80000000));
+    return (bits & 0x7FFFFFFF) > 0x7F800000 ? LEAST_NUMBER : bits == 0x80000000 ? 0x80000000 : number;
 }
 __device__ __forceinline__ uint64 number_of(double x)
 {
@@ -61,9 +62,9 @@ __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < -minus_in
 
 // ---------------------------------------------------------------------------------------------------- tiles
 
-// VECTOR logits from `source`, of which `present` are there; NaN stands for those that are not.
+// The numbers of VECTOR logits from `source`, of which `present` are there; those that are not are less than all.
 template <typename T>
-__device__ __forceinline__ void load_vector(float* x, const T* source, int64 present)
+__device__ __forceinline__ void load_vector(uint32* x, const T* source, int64 present)
 {
     constexpr int32 WORDS = VECTOR * sizeof(T) / 16;
     if (present >= VECTOR && (reinterpret_cast<uint64>(source) & 15) == 0) {
@@ -71,10 +72,10 @@ __device__ __forceinline__ void load_vector(float* x, const T* source, int64 pre
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) reinterpret_cast<uint4*>(raw)[i] = reinterpret_cast<const uint4*>(source)[i];
 #pragma unroll
-        for (int e = 0; e < VECTOR; ++e) x[e] = usual(load(raw + e));
+        for (int e = 0; e < VECTOR; ++e) x[e] = number_of(load(raw + e));
     } else {
 #pragma unroll
-        for (int e = 0; e < VECTOR; ++e) x[e] = e < present ? usual(load(source + e)) : __int_as_float(0x7FFFFFFF);
+        for (int e = 0; e < VECTOR; ++e) x[e] = e < present ? number_of(load(source + e)) : 0;
     }
 }
 
@@ -91,7 +92,7 @@ __device__ __forceinline__ void topk_of_tile(
     const uint32 present = min(V - first_column, TILE);
 
     // Thread t holds columns 8 * t … 8 * t + 7 of each 2,048.
-    float x[HELD];
+    uint32 x[HELD];
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const int64 column = int64(first_column) + v * VECTOR * TILE_THREADS + VECTOR * block.t;
@@ -99,18 +100,18 @@ __device__ __forceinline__ void topk_of_tile(
     }
 
     // The greatest; and a logit that at least K reach, as many as there are vectors or threads.
-    float vector_tops[VECTORS], thread_top = minus_infinity(), least_vector_top = -minus_infinity();
+    uint32 vector_tops[VECTORS], thread_top = LEAST_NUMBER, least_vector_top = ~0u;
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        vector_tops[v] = minus_infinity();
+        vector_tops[v] = LEAST_NUMBER;
 #pragma unroll
-        for (int e = 0; e < VECTOR; ++e) vector_tops[v] = fmaxf(vector_tops[v], x[VECTOR * v + e]);
-        thread_top = fmaxf(thread_top, vector_tops[v]);
-        least_vector_top = fminf(least_vector_top, vector_tops[v]);
+        for (int e = 0; e < VECTOR; ++e) vector_tops[v] = max(vector_tops[v], x[VECTOR * v + e]);
+        thread_top = max(thread_top, vector_tops[v]);
+        least_vector_top = min(least_vector_top, vector_tops[v]);
     }
-    const uint32 greatest = block.greatest(number_of(thread_top));
+    const uint32 greatest = block.greatest(thread_top);
     const float top = value_of(greatest);
-    uint32 low = block.least(number_of(K <= TILE_THREADS ? thread_top : least_vector_top)), high = greatest + 1;
+    uint32 low = block.least(K <= TILE_THREADS ? thread_top : least_vector_top), high = greatest + 1;
 
     double total = 0.0;
     if (is_finite(top)) {
@@ -119,8 +120,8 @@ __device__ __forceinline__ void topk_of_tile(
             float part[VECTOR];
 #pragma unroll
             for (int e = 0; e < VECTOR; ++e) {
-                const float difference = x[VECTOR * v + e] - top;
-                part[e] = difference <= 0.0f ? expf(difference) : 0.0f;  // a NaN is no logit
+                const float difference = value_of(x[VECTOR * v + e]) - top;
+                part[e] = difference <= 0.0f ? expf(difference) : 0.0f;  // NaN where there is no logit
             }
 #pragma unroll
             for (int step = VECTOR / 2; step > 0; step /= 2)
@@ -138,7 +139,7 @@ __device__ __forceinline__ void topk_of_tile(
         const uint32 middle = share_low + (share_high - share_low) / 2;
         uint32 found = 0;
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) found += vector_tops[v] >= value_of(middle);
+        for (int v = 0; v < VECTORS; ++v) found += vector_tops[v] >= middle;
         found = block.sum(found);
         (found < share ? share_high : share_low) = middle;
         if (share <= found && found <= share + share / 4 + 8) break;
@@ -150,10 +151,9 @@ __device__ __forceinline__ void topk_of_tile(
         reached = ~0u;
         while (high - low > 1) {
             const uint32 middle = low + (high - low) / 2;
-            const float bound = value_of(middle);
             uint32 found = 0;
 #pragma unroll
-            for (int i = 0; i < HELD; ++i) found += x[i] >= bound;
+            for (int i = 0; i < HELD; ++i) found += x[i] >= middle;
             found = block.sum(found);
             if (found < K) {
                 high = middle;
@@ -167,13 +167,12 @@ __device__ __forceinline__ void topk_of_tile(
         low = LEAST_NUMBER;
     }
     uint32 chosen = 0;  // a bit for each that is a candidate
-    const float bound = value_of(low);
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) chosen |= uint32(x[i] >= bound) << i;
-    if (reached > most) {  // one logit, `bound`, makes them too many: what is above it, and its lowest ids
+    for (int i = 0; i < HELD; ++i) chosen |= uint32(x[i] >= low) << i;
+    if (reached > most) {  // one logit, `low`, makes them too many: what is above it, and its lowest ids
         uint32 equal = 0;
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) equal |= uint32(x[i] == bound) << i;
+        for (int i = 0; i < HELD; ++i) equal |= uint32(x[i] == low) << i;
         chosen &= ~equal;
         uint32 taken = block.sum(__popc(chosen));
 #pragma unroll
@@ -193,7 +192,7 @@ __device__ __forceinline__ void topk_of_tile(
         if ((chosen_by_warp >> i & 1) == 0) continue;
         if (chosen >> i & 1) {
             const uint32 column = first_column + i / VECTOR * VECTOR * TILE_THREADS + VECTOR * block.t + i % VECTOR;
-            candidates[place++] = uint64(number_of(x[i])) << 32 | ~column;
+            candidates[place++] = uint64(x[i]) << 32 | ~column;
         }
     }
     for (uint32 i = count + block.t; i < most; i += TILE_THREADS) candidates[i] = 0;

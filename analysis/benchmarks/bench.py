@@ -1,0 +1,351 @@
+"""A backend's time beside its peers', in one run, and the tables, files and figures of it.
+
+Nothing is timed that is not right: each operation first agrees with the reference on drawn inputs, and then on the
+timed inputs themselves; so do the peers, as far as they do the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from ddtree.analysis import figures
+from ddtree.analysis.benchmarks.cases import Case
+from ddtree.analysis.benchmarks.peers import PEERS, Peer, peers_for, tensor
+from ddtree.analysis.benchmarks.timing import Ceilings, DeviceTimer, Times, time_on_host
+from ddtree.analysis.environment import devices, kernel_sources_hash, versions
+from ddtree.arrays import to_numpy
+from ddtree.backends import BACKENDS, Backend
+from ddtree.kdtr import atomic_write
+from ddtree.property_tests import cases as suite
+from ddtree.property_tests.cases import map_arrays
+from ddtree.property_tests.harness import difference
+
+__all__ = ["NotEqualError", "Report", "Row", "caption", "left_out", "measure", "tables_of", "write_report"]
+
+FAR = 2e-2
+"""A peer's attention must lie this near to the exact one, of the row's size: bfloat16 rounds by 4e-3."""
+
+
+class NotEqualError(RuntimeError):
+    """A result is wrong: nothing is timed."""
+
+
+@dataclass
+class Row:
+    """One case: who took how long.
+
+    Attributes
+    ----------
+    name, sizes, flops, bytes
+        Of the case.
+    times : dict of str to Times
+        By who it was: the backend first, then its peers.
+    skipped : dict of str to str
+        Peers that could not do it, and why.
+    """
+
+    name: str
+    label: str
+    sizes: dict[str, Any]
+    flops: float
+    bytes: float
+    times: dict[str, Times] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """All of a run.
+
+    Attributes
+    ----------
+    backend : str
+        Whose times come first.
+    machine : dict
+        Devices, versions, and the hash of the backend's sources where it is one of ours.
+    ceilings : Ceilings or None
+        What the GPU itself did in this run; None on a CPU.
+    rows : list of Row
+        One a case.
+    """
+
+    backend: str
+    machine: dict[str, Any]
+    ceilings: Ceilings | None
+    rows: list[Row]
+
+
+def measure(
+    backend: Backend,
+    cases: Sequence[Case],
+    *,
+    repeats: int = 30,
+    slow_peers: bool = False,
+    on_case: Callable[[Case], Any] = lambda case: None,
+) -> Report:
+    """Time a backend and its peers on each case.
+
+    Raises
+    ------
+    NotEqualError
+        The backend's result is not the reference's; or a peer's is far from it.
+    """
+    on_gpu = backend.array_kind == "cupy" or str(getattr(backend.namespace, "device", "cpu")).startswith("cuda")
+    timer = DeviceTimer() if on_gpu else None
+    report = Report(backend.name, _machine(backend.name), timer.ceilings() if timer else None, [])
+    for case in cases:
+        on_case(case)
+        report.rows.append(_measure_case(backend, case, timer, repeats, slow_peers))
+    return report
+
+
+def _measure_case(backend: Backend, case: Case, timer: DeviceTimer | None, repeats: int, slow_peers: bool) -> Row:
+    inputs = case.make()
+    row = Row(case.name, case.label, case.sizes, case.flops, case.bytes)
+    ops = {op: backend.op(op) for op in case.ops}
+    native = _map(inputs, lambda array: _native(array, backend))
+    result = _map(case.run(ops, native), to_numpy)
+    exact = _check(case, inputs, native, result, backend.name)
+    library = "torch" if backend.array_kind == "torch" else "cupy"
+
+    def ours() -> Any:
+        return case.run(ops, native)
+
+    row.times[backend.name] = timer.time(ours, repeats, library=library) if timer else time_on_host(ours, repeats)
+    for peer in peers_for(case.name, on_gpu=timer is not None, slow=slow_peers):
+        if importlib.util.find_spec(peer.library) is None or importlib.util.find_spec("torch") is None:
+            row.skipped[peer.name] = f"{peer.library} is not installed"
+            continue
+        try:
+            row.times[peer.name] = _time_peer(peer, case, inputs, exact, timer, repeats)
+        except NotEqualError:
+            raise
+        except Exception as error:  # out of memory, or a compiler's limits: the peer's own, and worth a line
+            row.skipped[peer.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return row
+
+
+def _time_peer(
+    peer: Peer, case: Case, inputs: dict[str, Any], exact: Any, timer: DeviceTimer | None, repeats: int
+) -> Times:
+    torch = importlib.import_module("torch")
+    run = peer.prepare(torch, inputs, "cuda" if timer else "cpu")
+    if exact is not None:
+        rows, expected = exact
+        error = worst_error(to_numpy(run().float().cpu())[rows], expected)
+        if not error <= FAR:
+            raise NotEqualError(f"{peer.name} on {case.label}: the worst row is off by {error:.2g}")
+    if timer is None:
+        return time_on_host(run, repeats)
+    torch.cuda.synchronize()
+    return timer.time(run, min(repeats, 10) if peer.waits else repeats, library="torch", waits=peer.waits)
+
+
+def _check(case: Case, inputs: dict[str, Any], native: dict[str, Any], result: Any, who: str) -> Any:
+    """Raise unless the result of the timed inputs is right; of attention, return some exact rows and where they are."""
+    if case.name == "verify_attention":
+        rows = _some_rows(inputs)
+        exact = exact_attention(inputs, rows)
+        error = worst_error(result[rows].astype(np.float64), exact)
+        allowed = FAR if inputs["q"].dtype.itemsize == 2 else FAR / 1000
+        if not error <= allowed:
+            raise NotEqualError(f"{case.name} of {who} on {case.label}: the worst of some rows is off by {error:.2g}")
+        return rows, exact
+    for call in _calls(case, inputs, native, result, who):
+        told = difference(call)
+        if told:
+            raise NotEqualError(f"{call.op} of {who} on {case.label}: {told}")
+    return None
+
+
+def _calls(case: Case, inputs: dict[str, Any], native: dict[str, Any], result: Any, who: str) -> Iterator[suite.Case]:
+    """What a case's run did, as calls of single operations with their results."""
+    if case.name == "logits to tree":
+        log_probs, token_ids, tree, positions = result
+        given = {"log_probs": log_probs, "token_ids": token_ids, "root_token_ids": inputs["roots"]}
+        top = {"logits": inputs["logits"], "k": inputs["k"]}
+        yield suite.Case("topk_log_probs", who, top, got=(log_probs, token_ids))
+        yield suite.Case("build_tree", who, given | {"budget": inputs["budget"]}, got=tree)
+        moved = {"depths": tree.depths, "prefix_lens": inputs["prefix_lens"]}
+        yield suite.Case("tree_positions", who, moved, got=positions)
+    elif case.name == "accept and compact":
+        given = {"tree": inputs["tree"], "target_token_ids": inputs["choices"]}
+        given |= {name: inputs[name] for name in ("remaining", "stop_token_ids")}
+        yield suite.Case("accept_tree", who, given, got=result)
+        moved = {name: inputs[name] for name in ("kv_cache", "page_table", "prefix_lens")} | {"acceptance": result}
+        yield suite.Case("compact_cache", who, moved, got=to_numpy(native["kv_cache"]))
+    else:
+        yield suite.Case(case.name, who, inputs, got=result)
+
+
+def _some_rows(inputs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Places (request, node, head) of 32 rows of attention, the first and the last among them."""
+    B, N, H, _ = inputs["q"].shape
+    rng = np.random.default_rng(1)
+    b, n, h = rng.integers(0, B, 32), rng.integers(0, N, 32), rng.integers(0, H, 32)
+    b[0] = n[0] = h[0] = 0
+    b[1], n[1], h[1] = B - 1, N - 1, H - 1
+    used = n < inputs["tree"].node_counts[b]
+    return b[used], n[used], h[used]
+
+
+def exact_attention(inputs: dict[str, Any], rows: tuple[Any, Any, Any]) -> np.ndarray[Any, Any]:
+    """Those rows of attention in float64: (rows, C)."""
+    tree, cache, page = inputs["tree"], inputs["kv_cache"], inputs["kv_cache"].shape[1]
+    result = []
+    for b, n, h in zip(*rows, strict=True):
+        prefix = int(inputs["prefix_lens"][b])
+        words = tree.visibility_words[b, n]
+        seen = [j for j in range(int(tree.node_counts[b])) if words[j // 32] >> np.uint32(j % 32) & np.uint32(1)]
+        places = np.array([*range(prefix), *(prefix + j for j in seen)])
+        keys = cache[inputs["page_table"][b, places // page], places % page].astype(np.float64)
+        scores = inputs["scale"] * (keys @ inputs["q"][b, n, h].astype(np.float64))
+        weights = np.exp(scores - scores.max())
+        result.append(weights / weights.sum() @ keys[:, : inputs["kv_lora_rank"]])
+    return np.array(result)
+
+
+def worst_error(rows: np.ndarray[Any, Any], exact: np.ndarray[Any, Any]) -> float:
+    """The largest ‖row − exact‖ / ‖exact‖; NaN where a row holds one."""
+    return float((np.linalg.norm(rows - exact, axis=-1) / np.linalg.norm(exact, axis=-1)).max())
+
+
+def _native(array: Any, backend: Backend) -> Any:
+    if backend.array_kind == "cupy":
+        return importlib.import_module("cupy").asarray(array)
+    if backend.array_kind == "torch":
+        return tensor(importlib.import_module("torch"), array, getattr(backend.namespace, "device", "cpu"))
+    return array.copy()  # which may be written into
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {name: map_arrays(item, change) for name, item in value.items()}
+    return map_arrays(value, change)
+
+
+def _machine(backend: str) -> dict[str, Any]:
+    found = {"devices": devices(), "versions": {k: v for k, v in versions().items() if v}}
+    if backend in BACKENDS:
+        found["sources_sha256"] = kernel_sources_hash(backend)
+    return found
+
+
+def median(times: Times) -> float:
+    """The figure that stands for a case: cold where it was taken, else warm."""
+    return statistics.median(times.cold or times.warm)
+
+
+def tables_of(report: Report) -> list[Table]:
+    """A table a name: the backend's time, warm and cold, each peer's, and how many times as long that is."""
+    tables = []
+    for name, rows in _by_name(report).items():
+        table = Table(title=f"[bold]{name}", title_justify="left", box=box.SIMPLE_HEAD)
+        table.add_column("sizes")
+        table.add_column(f"{report.backend},\nµs warm", justify="right")
+        table.add_column("µs cold", justify="right")
+        peers = _peers(rows)
+        for peer in peers:
+            table.add_column(f"{peer}, µs", justify="right")
+        for row in rows:
+            ours = row.times[report.backend]
+            against = [
+                f"{median(row.times[peer]):,.4g} ({median(row.times[peer]) / median(ours):,.3g}×)"
+                if peer in row.times
+                else "-"
+                for peer in peers
+            ]
+            table.add_row(row.label, *_warm_and_cold(ours), *against)
+        tables.append(table)
+    return tables
+
+
+def _by_name(report: Report) -> dict[str, list[Row]]:
+    names = dict.fromkeys(row.name for row in report.rows)
+    return {name: [row for row in report.rows if row.name == name] for name in names}
+
+
+def _peers(rows: Sequence[Row]) -> list[str]:
+    """Names of the peers that were timed in any of the rows."""
+    return list(dict.fromkeys(who for row in rows for who in list(row.times)[1:]))
+
+
+def _warm_and_cold(times: Times) -> tuple[str, str]:
+    return f"{statistics.median(times.warm):,.4g}", f"{statistics.median(times.cold):,.4g}" if times.cold else "-"
+
+
+def left_out(report: Report) -> list[str]:
+    """Which peers could not be timed, and why: a line a reason."""
+    reasons = dict.fromkeys(f"{who}: {why}" for row in report.rows for who, why in row.skipped.items())
+    return list(reasons)
+
+
+def caption(report: Report) -> str:
+    """What the figures are and were taken on."""
+    lines = [
+        "Medians. Warm: back to back; cold: after the cache was flushed. Peers are compared cold where both were.",
+        "; ".join(report.machine["devices"]),
+    ]
+    if report.ceilings:
+        c = report.ceilings
+        lines.append(
+            f"This run's ceilings: copy {c.copy_gb_per_s:,.0f} GB/s, bfloat16 matmul {c.matmul_tflop_per_s:,.0f} "
+            f"TFLOP/s, empty graph {c.empty_launch_us:.1f} µs"
+        )
+    return "\n".join(lines)
+
+
+def write_report(report: Report, folder: Path) -> list[Path]:
+    """Write ``bench.json``, ``bench.md`` and the figures into a folder, each whole; return what was written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / "bench.json", folder / "bench.md"]
+    for path, text in zip(
+        written, (json.dumps(asdict(report), indent=1, ensure_ascii=False), page(report)), strict=True
+    ):
+        with atomic_write(path) as file:
+            file.write((text + "\n").encode())
+    for name, rows in _by_name(report).items():
+        path = folder / f"{name.replace(' ', '_')}.svg"
+        written.append(figures.save(figures.plot_times(name, [_times(row) for row in rows]), path))
+    if report.ceilings and any(row.flops for row in report.rows):
+        rows = [row for row in report.rows if row.flops]
+        points = [(row.label, row.flops, row.bytes, {who: median(t) for who, t in row.times.items()}) for row in rows]
+        drawing = figures.plot_roofline(points, report.ceilings.copy_gb_per_s, report.ceilings.matmul_tflop_per_s)
+        written.append(figures.save(drawing, folder / "roofline.svg"))
+    return written
+
+
+def _times(row: Row) -> tuple[str, dict[str, float]]:
+    return row.label, {who: median(times) for who, times in row.times.items()}
+
+
+def page(report: Report) -> str:
+    """The tables in Markdown."""
+    lines = [f"# {report.backend} beside its peers", "", *(f"{line}  " for line in caption(report).splitlines()), ""]
+    for name, rows in _by_name(report).items():
+        peers = _peers(rows)
+        head = ["sizes", "µs warm", "µs cold", *(f"{peer}, µs" for peer in peers)]
+        body = [
+            [
+                row.label,
+                *_warm_and_cold(row.times[report.backend]),
+                *(f"{median(row.times[peer]):,.4g}" if peer in row.times else "-" for peer in peers),
+            ]
+            for row in rows
+        ]
+        rule = ["---", *["--:"] * (len(head) - 1)]
+        lines += [f"## {name}", "", *(f"| {' | '.join(cells)} |" for cells in [head, rule, *body]), ""]
+    timed = {who for row in report.rows for who in row.times}
+    lines += [f"* {p.name} ({p.case}): {p.about}" for p in PEERS if p.name in timed]
+    return "\n".join([*lines, *(f"* left out: {reason}" for reason in left_out(report))])

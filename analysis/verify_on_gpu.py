@@ -1,0 +1,152 @@
+"""``python -m ddtree.analysis.verify_on_gpu --backend cupy``: hold a backend to the reference on this machine's GPU.
+
+Drawn inputs of every operation are compared in several processes, then the suite's laws run, then, with ``--sanitize``,
+some more inputs under compute-sanitizer's four tools. ``--write`` records what held, with the hash of the kernels'
+sources, in ``verified.json`` beside them, where ``ddtree info`` finds it; nothing is recorded unless all of it held.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.resources
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.table import Table
+
+from ddtree.analysis.environment import devices, kernel_sources_hash, versions
+from ddtree.backends import BACKENDS, get_backend
+from ddtree.kdtr import atomic_write
+
+__all__ = ["main"]
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+CHUNK = 500
+"""Drawn inputs a task: enough that starting Hypothesis does not show, and few enough that a bar moves."""
+
+
+def compare(backend: str, op: str, examples: int, seed: int) -> tuple[str, int, int, str]:
+    """``(op, examples, mismatches, the first)`` of one task, in a process of its own."""
+    from ddtree.property_tests.harness import check_operation
+
+    agreement = check_operation(backend, op, examples=examples, seed=seed)
+    return op, agreement.examples, agreement.mismatches, agreement.first
+
+
+def differential(backend: str, wanted: dict[str, int], jobs: int, console: Console) -> dict[str, tuple[int, int, str]]:
+    """Examples, mismatches and the first one, by operation."""
+    found = {op: (0, 0, "") for op in wanted}
+    context = multiprocessing.get_context("spawn")  # a process that uses CUDA must not be forked
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    with ProcessPoolExecutor(jobs, context) as pool, Progress(*columns, console=console, transient=True) as progress:
+        # the longest first, so that no process is left alone with them
+        order = sorted(wanted, key=lambda op: op != "verify_attention")
+        tasks = [(op, min(CHUNK, wanted[op] - at), at) for op in order for at in range(0, wanted[op], CHUNK)]
+        futures = [pool.submit(compare, backend, op, n, seed) for op, n, seed in tasks]
+        bar = progress.add_task("drawn inputs", total=len(futures))
+        for future in as_completed(futures):
+            op, examples, mismatches, first = future.result()
+            before = found[op]
+            found[op] = before[0] + examples, before[1] + mismatches, before[2] or first
+            progress.advance(bar)
+    return found
+
+
+def laws(backend: str, ops: tuple[str, ...], console: Console) -> str:
+    """Run the suite's laws; return the last line of pytest's report, or raise with all of it."""
+    tests = importlib.resources.files("ddtree.property_tests")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "ddtree._pytest", str(tests)]
+    command += ["--ignore", str(tests / "project"), "--import-mode=importlib"]
+    command += ["--ddtree-backend", backend, "--ddtree-ops", ",".join(ops)]
+    with console.status("the suite's laws"):
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise click.ClickException(f"the suite fails:\n{run.stdout[-6000:]}{run.stderr[-2000:]}")
+    return run.stdout.strip().splitlines()[-1]
+
+
+def sanitize(backend: str, ops: tuple[str, ...], examples: int, console: Console) -> str:
+    """Run some drawn inputs under each of compute-sanitizer's tools, side by side; raise where one finds anything."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        raise click.ClickException("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
+    code = (
+        "import sys, cupy; from ddtree.analysis.verify_on_gpu import compare\n"
+        "cupy.cuda.set_allocator(None)\n"  # a pool would hide what lies behind an array's end
+        f"bad = [compare({backend!r}, op, {examples}, 1) for op in {ops!r}]\n"
+        "sys.exit(any(mismatches for _, _, mismatches, _ in bad))"
+    )
+    with console.status("compute-sanitizer: " + ", ".join(TOOLS)):
+        runs = [
+            subprocess.Popen(
+                [tool, "--tool", name, "--error-exitcode", "9", sys.executable, "-c", code],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for name in TOOLS
+        ]
+        outputs = [run.communicate()[0] for run in runs]
+    for name, run, output in zip(TOOLS, runs, outputs, strict=True):
+        if run.returncode:
+            raise click.ClickException(f"compute-sanitizer {name} ends with {run.returncode}:\n{output[-6000:]}")
+    return f"{', '.join(TOOLS)}: nothing found on {examples} drawn inputs an operation"
+
+
+@click.command()
+@click.option("--backend", default="cupy", show_default=True, type=click.Choice(["cupy", "numba_cuda"]))
+@click.option("--examples", default=15_000, show_default=True, help="Drawn inputs an operation.")
+@click.option("--attention-examples", default=10_000, show_default=True, help="Of verify_attention.")
+@click.option("--jobs", default=os.cpu_count() or 1, show_default="all cores", help="Processes.")
+@click.option("--sanitize/--no-sanitize", "sanitized", default=False, help="Also under compute-sanitizer.")
+@click.option("--write", is_flag=True, help="Record it in verified.json beside the kernels.")
+@click.option("--output", type=click.Path(path_type=Path), help="Record it in this file as well.")
+def main(
+    backend: str, examples: int, attention_examples: int, jobs: int, sanitized: bool, write: bool, output: Path | None
+) -> None:
+    """Hold a backend to the reference on this machine's GPU."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    ops, start = get_backend(backend).ops, time.perf_counter()
+    wanted = {op: attention_examples if op == "verify_attention" else examples for op in ops}
+    found = differential(backend, wanted, jobs, console)
+    table = Table(title=f"{backend} beside the reference, {time.perf_counter() - start:.0f} s")
+    for column in ("operation", "examples", "mismatches"):
+        table.add_column(column, justify="left" if column == "operation" else "right")
+    for op, (n, wrong, _) in found.items():
+        table.add_row(op, f"{n:,}", f"{wrong:,}")
+    console.print(table)
+    wrong_ones = [f"{op}: {first}" for op, (_, wrong, first) in found.items() if wrong]
+    if wrong_ones:
+        raise click.ClickException("it differs from the reference:\n" + "\n".join(wrong_ones))
+    record: dict[str, Any] = {
+        "gpu": next(d for d in devices() if d.startswith("GPU")).partition(": ")[2].rpartition(", driver")[0],
+        "date": datetime.date.today().isoformat(),
+        "examples": {op: n for op, (n, _, _) in found.items()},
+        "laws": laws(backend, ops, console),
+        "versions": {k: v for k, v in versions().items() if v},
+        "sources_sha256": kernel_sources_hash(backend),
+    }
+    console.print(record["laws"], markup=False)
+    if sanitized:
+        record["sanitizer"] = sanitize(backend, ops, 20, console)
+        console.print(record["sanitizer"], markup=False)
+    beside = importlib.resources.files(BACKENDS[backend].module) / "verified.json"
+    for path in [*([Path(str(beside))] if write else []), *([output] if output else [])]:
+        with atomic_write(path) as file:
+            file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+        console.print(f"wrote {path}", soft_wrap=True, markup=False)
+
+
+if __name__ == "__main__":
+    main()

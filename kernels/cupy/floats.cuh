@@ -1,0 +1,28 @@
+// What the layers share: the type that each floating type is calculated in, rounding back to it, and sums of a block.
+#pragma once
+
+#include "common.cuh"
+
+template <typename T> struct Calculated { using type = float; };
+template <> struct Calculated<double> { using type = double; };
+template <typename T> using Wide = typename Calculated<T>::type;
+
+template <typename T, typename X> __device__ __forceinline__ T rounded(X x) { return T(x); }
+template <> __device__ __forceinline__ __half rounded<__half, float>(float x) { return __float2half_rn(x); }
+template <> __device__ __forceinline__ __nv_bfloat16 rounded<__nv_bfloat16, float>(float x)
+{
+    return __float2bfloat16_rn(x);
+}
+
+// x / (1 + e^-x) without an overflow.
+__device__ __forceinline__ float silu(float x)
+{
+    const float small = expf(-fabsf(x));
+    return x * (x < 0 ? small : 1.0f) / (1.0f + small);
+}
+
+__device__ __forceinline__ double silu(double x)
+{
+    const double small = exp(-fabs(x));
+    return x * (x < 0 ? small : 1.0) / (1.0 + small);
+}

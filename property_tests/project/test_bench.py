@@ -1,0 +1,166 @@
+"""``ddtree bench``: what is wrong is not timed, and what is timed is written down as it was."""
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ddtree import reference
+from ddtree.analysis import figures
+from ddtree.analysis.benchmarks import bench, cases, peers
+from ddtree.analysis.benchmarks.timing import Ceilings, Times, time_on_host
+from ddtree.backends import Backend, get_backend
+from ddtree.cli import main
+
+SMALL = (
+    cases._build_tree(2, 3, 8, 8),
+    replace(cases._topk(1, 2, 4, np.float32), make=lambda: {"logits": np.eye(2, 40, dtype=np.float32)[None], "k": 4}),
+    cases._attention(2, 2, 9, 70, np.float32, gpu_only=False),
+    cases._accept_and_compact(2, 3, 8, 2, 61),
+)
+
+
+class Wrong:
+    """An operation that is right on small inputs alone."""
+
+    array_kind = "numpy"
+
+    @staticmethod
+    def build_tree(log_probs, token_ids, root_token_ids, *, budget):
+        tree = reference.build_tree(log_probs, token_ids, root_token_ids, budget=budget)
+        if budget == 8:
+            tree.scores[0, 1] += 1
+        return tree
+
+
+def test_a_report_has_every_case_and_figure(tmp_path):
+    report = bench.measure(get_backend("numba_cpu"), SMALL, repeats=3)
+    assert [row.name for row in report.rows] == [
+        "build_tree",
+        "topk_log_probs",
+        "verify_attention",
+        "accept and compact",
+    ]
+    assert all(len(row.times["numba_cpu"].warm) == 3 and not row.times["numba_cpu"].cold for row in report.rows)
+    written = {path.name for path in bench.write_report(report, tmp_path)}
+    assert written == {p.name for p in tmp_path.iterdir()}
+    assert {"bench.json", "bench.md", "build_tree.svg", "accept_and_compact.svg"} <= written
+    kept = json.loads((tmp_path / "bench.json").read_text())
+    assert kept["rows"][0]["sizes"] == {"B": 2, "L": 3, "K": 8, "budget": 8}
+    assert kept["rows"][0]["times"]["numba_cpu"]["warm"] == report.rows[0].times["numba_cpu"].warm
+    assert len(kept["machine"]["sources_sha256"]) == 64
+    assert "| B 2, L 3, K 8, budget 8 |" in (tmp_path / "bench.md").read_text()
+
+
+def test_what_is_wrong_on_the_timed_inputs_is_not_timed():
+    backend = Backend("wrong", Wrong, "numpy")
+    with pytest.raises(bench.NotEqualError, match=r"build_tree of wrong on B 2, L 3, K 8, budget 8: .*scores"):
+        bench.measure(backend, SMALL[:1], repeats=3)
+
+
+def test_attention_far_from_the_exact_one_is_not_timed():
+    class Off(Wrong):
+        @staticmethod
+        def verify_attention(*args, **kwargs):
+            return reference.verify_attention(*args, **kwargs) * np.float32(1.001)
+
+    with pytest.raises(bench.NotEqualError, match=r"off by 0\.001"):
+        bench.measure(Backend("off", Off, "numpy"), SMALL[2:3], repeats=3)
+
+
+def test_moved_rows_are_compared():
+    class Lazy(Wrong):
+        accept_tree = staticmethod(reference.accept_tree)
+
+        @staticmethod
+        def compact_cache(kv_cache, page_table, prefix_lens, acceptance):
+            pass
+
+    with pytest.raises(bench.NotEqualError, match="compact_cache of lazy"):
+        bench.measure(Backend("lazy", Lazy, "numpy"), SMALL[3:], repeats=3)
+
+
+def test_the_command_refuses_to_time_a_backend_that_differs(tmp_path, monkeypatch):
+    (tmp_path / "tied.py").write_text(
+        "from ddtree import reference\n"
+        "def build_tree(log_probs, token_ids, root_token_ids, *, budget):\n"
+        "    tree = reference.build_tree(log_probs, token_ids, root_token_ids, budget=budget)\n"
+        "    tree.depths[:] += 1\n"
+        "    return tree\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    result = CliRunner().invoke(main, ["bench", "--backend", "tied", "--output", "out"])
+    assert result.exit_code == 1
+    assert "build_tree of tied differs from the reference, so that nothing is timed: tree.depths" in result.output
+    assert "ddtree check --backend tied --ops build_tree" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_timed_is_said_in_a_line():
+    for arguments, told in (
+        (["--backend", "numba_cpu", "--ops", "sort"], "numba_cpu has no sort; it has: topk_log_probs"),
+        (["--backend", "numba_cpu", "--ops", "visibility_words"], "has no operation that is timed"),
+        (["--backend", "no_such_module"], "backend must be one of"),
+    ):
+        result = CliRunner().invoke(main, ["bench", *arguments])
+        assert result.exit_code == 2
+        assert told in result.output.replace("\n", " ")
+
+
+def test_cases_need_only_what_a_backend_has():
+    assert {c.name for c in cases.cases_for(("build_tree",), on_gpu=True)} == {"build_tree"}
+    everything = tuple({op for c in cases.CASES for op in c.ops})
+    assert cases.cases_for(everything, on_gpu=True) == cases.CASES
+    on_cpu = cases.cases_for(everything, on_gpu=False)
+    assert 0 < len(on_cpu) < len(cases.CASES)
+    assert not any(c.gpu_only for c in on_cpu)
+    only = cases.cases_for(everything, on_gpu=True, only=("compact_cache",))
+    assert {c.name for c in only} == {"accept and compact"}
+
+
+def test_every_peer_is_of_a_case_that_exists():
+    assert {p.case for p in peers.PEERS} <= {c.name for c in cases.CASES}
+    assert "Triton, a program a head" not in {
+        p.name for p in peers.peers_for("verify_attention", on_gpu=False, slow=True)
+    }
+    assert any(p.slow for p in peers.peers_for("verify_attention", on_gpu=True, slow=True))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="optional library torch is not installed")
+def test_peers_of_torch_do_the_same_on_the_cpu():
+    report = bench.measure(get_backend("numba_cpu"), SMALL, repeats=3, slow_peers=False)
+    timed = {(row.name, who) for row in report.rows for who in row.times}
+    wanted = {(p.case, p.name) for p in peers.PEERS if p.library == "torch" and not p.slow}
+    assert {w for w in wanted if w[0] in {row.name for row in report.rows}} <= timed
+    assert not any(row.skipped for row in report.rows)
+
+
+def test_times_are_of_the_calls():
+    calls = []
+    times = time_on_host(lambda: calls.append(1), 5)
+    assert len(calls) == 7
+    assert len(times.warm) == 5
+    assert all(t > 0 for t in times.warm)
+
+
+def test_figures_show_what_they_are_given():
+    drawing = figures.plot_times("op", [("a", {"ours": 1.0, "theirs": 20.0}), ("b", {"ours": 2.0})])
+    assert drawing.artists["ours"].get_xdata().tolist() == [1.0, 2.0]
+    assert drawing.artists["theirs"].get_ydata().tolist() == [0]
+    assert [t.get_text() for t in drawing.axes.get_yticklabels()] == ["a", "b"]
+    roof = figures.plot_roofline([("a", 1e9, 1e6, {"ours": 10.0}), ("b", 2e9, 1e8, {"ours": 40.0})], 4000.0, 700.0)
+    assert roof.artists["ours"].get_xdata().tolist() == [1000.0, 20.0]
+    assert roof.artists["ours"].get_ydata().tolist() == [100.0, 50.0]
+    assert max(roof.artists["arithmetic"].get_ydata()) == 700.0
+    unknown = figures.plot_roofline([("a", 1e9, 1e6, {"ours": 10.0})], 4000.0, float("nan"))
+    assert np.isfinite(unknown.artists["arithmetic"].get_ydata()).all()
+
+
+def test_the_caption_names_machine_and_ceilings():
+    report = bench.Report("x", {"devices": ["CPU: some"]}, Ceilings(4000.0, 700.0, 2.5), [])
+    assert "copy 4,000 GB/s, bfloat16 matmul 700 TFLOP/s, empty graph 2.5 µs" in bench.caption(report)
+    assert bench.median(Times([1.0, 3.0, 2.0], [9.0, 8.0, 7.0])) == 8.0
