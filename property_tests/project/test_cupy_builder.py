@@ -31,6 +31,7 @@ LEVELS = {
     "eighths, none at first": lambda falls: (falls - falls[..., :1]) / 8,
     "sharp": lambda falls: np.minimum(1e-9 * 2.0 ** np.minimum(falls, 64), 30.0),  # sums round even in float64
     "random": lambda falls: falls * 0.0371 + 0.0123,
+    "subnormal": lambda falls: falls * 3e-43,  # of float32, which CuPy's options take for 0
 }
 
 
@@ -176,12 +177,14 @@ def test_topk_of_grids_and_special_rows(cupy: ModuleType, dtype: Any, V: int, wi
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("how", ["spread", "grid", "best in one tile", "best behind one another"])
+@pytest.mark.parametrize("how", ["spread", "grid", "subnormal", "best in one tile", "best behind one another"])
 def test_topk_of_a_whole_vocabulary(cupy: ModuleType, dtype: Any, how: str) -> None:
     rng = np.random.default_rng(5)
     logits = rng.standard_normal((1, 2, 163_840)) * 3
     if how == "grid":
         logits = np.round(logits * 2) / 2
+    elif how == "subnormal":
+        logits = np.round(logits * 50) * 1e-40
     elif how == "best in one tile":
         logits[..., 50_000:52_000] += 20.0
     elif how == "best behind one another":
