@@ -27,7 +27,7 @@ from ddtree.kernels.numba_cuda.jit import (
     raw,
     threads,
 )
-from ddtree.kernels.numba_cuda.topk_log_probs import number64, sum_of_lanes
+from ddtree.kernels.numba_cuda.topk_log_probs import find_digit, number64, sum_of_lanes
 from ddtree.reference.choose_tokens import MASS_ONE
 from ddtree.reference.philox import MULTIPLIERS, WEYL
 from ddtree.reference.portable_math import EXP_COEFFICIENTS, LN2_HIGH, LN2_LOW, LOG_COEFFICIENTS
@@ -207,26 +207,10 @@ def kernel_for(kind: str) -> Any:
                         # The masses of all threads, to the first warp.
                         cuda.syncthreads()
                         if warp == 0:
-                            # Lane 0 has the 8 highest digits; above a lane's are those of the lanes before it.
-                            own = np.int64(0)
-                            for d in range(8):
-                                own += histogram[255 - 8 * lane - d]
-                            upto = own
-                            for step in (1, 2, 4, 8, 16):
-                                before = cuda.shfl_up_sync(ALL, upto, step)
-                                if lane >= step:
-                                    upto += before
-                            above = upto - own
-                            if above < left <= upto:
-                                d = 255 - 8 * lane
-                                while above + histogram[d] < left:
-                                    above += histogram[d]
-                                    d -= 1
-                                found[0] = prefix * 256 + d if digit_of > 0 else d - 128
-                                found[1] = left - above
+                            find_digit(histogram, left, found)
                         # The digit and the mass left below it, to all threads.
                         cuda.syncthreads()
-                        prefix, left = found[0], found[1]
+                        prefix, left = prefix * 256 + found[0] if digit_of > 0 else found[0] - 128, found[1]
                     last = prefix
 
             part = (V + 32 * warps - 1) // (32 * warps) * 32

@@ -57,6 +57,30 @@ def sum_of_lanes(x):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True)
+def find_digit(histogram, left, found):  # type: ignore[no-untyped-def]
+    """Where counts of 256 digits, from the highest digit down, reach ``left``; by one warp.
+
+    ``found`` gets that digit, and what is left of ``left`` below the digits above it.
+    """
+    # Lane 0 has the 8 highest digits, and so on; above a lane's digits are those of the lanes before it.
+    lane, own = cuda.laneid, np.int64(0)
+    for d in range(8):
+        own += histogram[255 - 8 * lane - d]
+    upto = own
+    for step in (1, 2, 4, 8, 16):
+        before = cuda.shfl_up_sync(ALL, upto, step)
+        if lane >= step:
+            upto += before
+    above = upto - own
+    if above < left <= upto:
+        d = 255 - 8 * lane
+        while above + histogram[d] < left:
+            above += histogram[d]
+            d -= 1
+        found[0], found[1] = d, left - above
+
+
+@cuda.jit(device=True)
 def sort_descending(numbers, ids, size):  # type: ignore[no-untyped-def]
     """Sort the first ``size`` pairs, a power of 2, by number descending and id ascending; all threads of a block."""
     half = size // 2
@@ -141,27 +165,10 @@ def kernel_for(kind: str) -> Any:
             # The counts of all threads, to the first warp.
             cuda.syncthreads()
             if warp == 0:
-                # Lane 0 has the 8 highest digits, and so on; above a lane's digits are those of the lanes before it.
-                own = np.int64(0)
-                for d in range(8):
-                    own += histogram[255 - 8 * lane - d]
-                upto = own
-                for step in (1, 2, 4, 8, 16):
-                    before = cuda.shfl_up_sync(ALL, upto, step)
-                    if lane >= step:
-                        upto += before
-                above = upto - own
-                if above < left <= upto:
-                    d = 255 - 8 * lane
-                    while above + histogram[d] < left:
-                        above += histogram[d]
-                        d -= 1
-                    digit = d ^ flip
-                    found[0] = prefix * 256 + digit if digit_of > 0 else (digit ^ 128) - 128
-                    found[1] = left - above
+                find_digit(histogram, left, found)
             # The digit and the place below it, to all threads.
             cuda.syncthreads()
-            prefix, left = found[0], found[1]
+            prefix, left = prefix * 256 + found[0] if digit_of > 0 else found[0] - 128, found[1]
 
         # 3. All above it, in places 0 … K − left − 1, and ``left`` of those equal to it, each in order of id.
         part = (V + 32 * warps - 1) // (32 * warps) * 32
