@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis.extra.numpy import arrays
 
 from ddtree import reference
@@ -181,6 +181,36 @@ def test_nucleus_is_of_the_distribution_at_that_temperature(choose_tokens):
     assert np.flatnonzero(sampled_counts(choose_tokens, row, temperature=0.5, top_p=0.75)).tolist() == [0]
 
 
+@given(
+    seed=SEEDS,
+    request_id=st.integers(0, 2**63 - 1),
+    position=st.integers(0, 2**31 - 1),
+    vocab=st.integers(2, 9),
+    data=st.data(),
+)
+def test_noise_is_right_to_the_last_bits(choose_tokens, seed, request_id, position, vocab, data):
+    """Logits that undo the noise, and one of them 2⁻⁴⁰ more: any other noise, or a coarser sum, chooses elsewhere."""
+    chosen = data.draw(st.integers(0, vocab - 1), label="chosen")
+    logits = -np.array([brute_force.noise(v, seed, request_id, position) for v in range(vocab)])
+    logits[chosen] += 2.0**-40
+    keys = {"request_ids": np.array([request_id]), "positions": np.array([[position]], np.int32)}
+    assert choose_tokens(logits[None, None], temperature=1.0, seed=seed, **keys).tolist() == [[chosen]]
+
+
+@pytest.mark.parametrize("more, kept", [(-0.5, True), (0.25, False)])
+def test_masses_of_a_nucleus_are_whole_parts_of_2_to_the_40(choose_tokens, more, kept):
+    """Of two tokens, top_p ends between two wholes: half a part of mass more or less would decide otherwise."""
+
+    def parts(z):
+        return Decimal(z).exp(brute_force.EXACT) * 2**40
+
+    z = next(z for z in np.arange(-0.1, -1, -1 / 64).tolist() if int(parts(z)) % 2 and 0.6 < parts(z) % 1 < 0.9)
+    top_p = 2**40 / (2**40 + int(parts(z)) + more)
+    positions = np.arange(16, dtype=np.int32)[None]
+    chosen = choose_tokens(np.tile([0.0, z], (1, 16, 1)), temperature=1.0, top_p=top_p, positions=positions)
+    assert (chosen == 1).any() == kept
+
+
 @given(logits=logit_batches(min_vocab=2, max_rows=4), temperature=TEMPERATURES, top_p=TOP_PS, seed=SEEDS)
 def test_choice_depends_on_row_seed_request_and_position_alone(choose_tokens, logits, temperature, top_p, seed):
     B, N, _ = logits.shape
@@ -278,6 +308,7 @@ def test_logarithm_is_within_an_ulp(x):
 
 
 @given(x=st.floats(-708.0, 0.0) | st.floats(-2.0, 0.0))
+@example(-708.0)
 def test_exponential_is_within_an_ulp(x):
     exact = Decimal(x).exp(brute_force.EXACT)
     assert ulps(float(portable_exp(np.array([x]))[0]), exact) <= TOLERANCE["portable_math", "float64"].bound

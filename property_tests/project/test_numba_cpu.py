@@ -130,7 +130,7 @@ def test_first_fault_of_a_draft_is_the_references(seed):
                 case 3:
                     wide = [2**31, 2**32 + 5, -(2**40)] if token_ids.dtype == np.int64 else []
                     token_ids[place] = rng.choice([-1, -(2**31), 2**31 - 1, 114, *wide])
-        for vocab_size in (-1, 1, 115, 2**31 - 1):
+        for vocab_size in (-1, 0, 1, 115, 2**31 - 1):
             fault = numba_cpu.find_draft_fault(log_probs, token_ids, vocab_size)
             assert fault == reference.find_draft_fault(log_probs, token_ids, vocab_size)
             codes.add(fault[0])
