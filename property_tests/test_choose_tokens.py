@@ -173,6 +173,12 @@ def test_nucleus_ends_where_just_its_share_lies_before(choose_tokens, top_p, kep
     assert_drawn_from(counts, [1 / kept] * kept + [0] * (4 - kept))
 
 
+@pytest.mark.parametrize("top_p, kept", [(0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)])
+def test_the_first_of_four_equal_tokens_are_drawn_and_no_other(choose_tokens, top_p, kept):
+    counts = sampled_counts(choose_tokens, [0.0] * 4, samples=24, temperature=1.0, top_p=top_p)
+    assert (counts > 0).tolist() == [v < kept for v in range(4)]
+
+
 @pytest.mark.large
 def test_nucleus_is_of_the_distribution_at_that_temperature(choose_tokens):
     # p = (0.6, 0.3, 0.1) becomes p² / Σp² = (0.78, 0.20, 0.02) at T = 1/2: 0.75 of the mass is now one token.

@@ -118,9 +118,6 @@ def test_what_is_left_out_means_the_same_to_layers_and_references():
     for name in set(layers.__all__) & set(reference.__all__):
         both = [inspect.signature(getattr(module, name)).parameters for module in (layers, reference)]
         assert len({tuple((p.name, p.default) for p in parameters.values()) for parameters in both}) == 1, name
-    assert (
-        inspect.signature(reference.rope_frequencies).parameters["truncate"].default is True
-    )  # as transformers has it
 
 
 @given(position=st.integers(0, 200_000), theta=st.sampled_from([100.0, 10_000.0]), half=st.integers(1, 8))

@@ -91,6 +91,12 @@ def test_page_size_does_not_matter(verify_attention, page_size):
     assert_near(case.call(verify_attention), case)
 
 
+@pytest.mark.parametrize("N", [32, 33])
+def test_masks_are_read_up_to_the_end_of_a_word(verify_attention, N):
+    case = large_case(N=N, prefixes=(2, 0), heads=1)
+    assert_near(case.call(verify_attention), case)
+
+
 @given(case=attention_inputs(np.float32))
 def test_out_is_written_whole_and_returned(verify_attention, case):
     out = np.full((*case.q.shape[:3], case.kv_lora_rank), np.nan, np.float32)

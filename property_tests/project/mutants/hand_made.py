@@ -76,9 +76,9 @@ PATCHES = [
     (
         "topk_log_probs",
         "numba_cuda",
-        "one logit too many of those that equal the K-th",
-        "if place < left else K",
-        "if place <= left else K",
+        "what the warps in front find is not counted",
+        "for w in range(warp):",
+        "for w in range(0):",
     ),
     (
         "topk_log_probs",

@@ -18,7 +18,7 @@ from ddtree.property_tests.project.mutants import PACKAGE, Mutant, op_of, read
 
 FILES = [
     *(f"reference/{path.name}" for path in sorted((PACKAGE / "reference").glob("[!_]*.py"))),
-    # jit.py decides how work is compiled and spread over threads, which must not be seen in any result
+    # jit.py says how functions are compiled and spread over threads, which no result may show
     *(
         f"kernels/numba_cpu/{path.name}"
         for path in sorted((PACKAGE / "kernels/numba_cpu").glob("[!_]*.py"))
@@ -99,7 +99,7 @@ def mutants_of(file: str) -> Iterator[Mutant]:
 
 
 def meaning_of(source: str) -> str:
-    """The code without what only a reader or a compiler of types looks at; empty if it is none."""
+    """The code without what decides no result: annotations, decorators and grains; empty if it is none."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -109,4 +109,6 @@ def meaning_of(source: str) -> str:
             node.returns, node.decorator_list = None, []
         elif isinstance(node, ast.arg | ast.AnnAssign):
             node.annotation = ast.Name("Any")
+        elif isinstance(node, ast.Call):  # how much work is worth a thread changes no result
+            node.keywords = [keyword for keyword in node.keywords if keyword.arg != "grain"]
     return ast.dump(tree)

@@ -244,8 +244,8 @@ def report(found: dict[Mutant, Outcome], *, minutes: float, seed: int) -> str:
     lines = [
         "# What the suite catches",
         "",
-        "Written by `make mutants`: one place of a reference or of a kernel changed at a time, and its tests run at their",
-        "default number of examples.",
+        "Written by `make mutants`: one place of a reference or of a kernel changed at a time, and its tests run at",
+        "their default number of examples.",
         "",
         f"- {date.today().isoformat()}, Python {sys.version.split()[0]}, "
         + ", ".join(f"{name} {version(name)}" for name in installed),
