@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import math
 import os
 import resource
 import select
@@ -167,11 +168,9 @@ class Forks:
             if answer["verdict"] != "survived":
                 self._tell(refused=f"{job['file']} as it is fails: {answer['by']}")
                 return True
-            limit = int(max(20, 5 * answer["cpu"]))
-            known[suite_of(job)] = {"order": answer["order"], "cpu": limit, "wall": 10 * limit}
-            self._tell(holds=job["file"], tests=len(answer["order"]), cpu=answer["cpu"])
+            known[suite_of(job)] = {"seconds": answer["seconds"], "wall": 60 + 20 * sum(answer["seconds"].values())}
         for job, answer in self._answers(session, [job | known[suite_of(job)] for job in self.jobs]):
-            self._tell(id=job["id"], **{key: answer[key] for key in ("verdict", "by", "cpu")})
+            self._tell(id=job["id"], verdict=answer["verdict"], by=answer["by"])
         return True
 
     def _answers(
@@ -210,29 +209,38 @@ class Forks:
     def _run(self, job: dict[str, Any], session: pytest.Session, pipe: int) -> dict[str, Any]:
         """In the child: the verdict, and which test gave it."""
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if "cpu" in job:
-            resource.setrlimit(resource.RLIMIT_CPU, (job["cpu"], job["cpu"] + 5))
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + MOST_MEMORY, taken + MOST_MEMORY))
         items = tests_of(job["file"], session.items, by_hand=job["by_hand"])
-        order = {name: place for place, name in enumerate(job.get("order", ()))}
+        usual = job.get("seconds", {})
         # the suite's first, and of each the quickest first
-        items.sort(key=lambda item: (item.path.parent.name == "project", order.get(name_of(item), 0)))
+        items.sort(key=lambda item: (item.path.parent.name == "project", usual.get(name_of(item), 0)))
         os.write(pipe, f"{IMPORTING}\n".encode())
+        start = time.monotonic()
+        allow(usual.get(IMPORTING))
         try:
             load(job["file"], job["source"], items)
         except Exception as error:
             return {"verdict": "caught", "by": f"{IMPORTING} ({type(error).__name__})"}
+        self.seconds[IMPORTING] = time.monotonic() - start
         for item, following in zip(items, [*items[1:], None], strict=True):
             os.write(pipe, f"{name_of(item)}\n".encode())
+            allow(usual.get(name_of(item)))
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if self.failed:
                 return {"verdict": "caught", "by": self.failed}
-        return {"verdict": "survived", "by": "", "order": sorted(self.seconds, key=self.seconds.__getitem__)}
+        return {"verdict": "survived", "by": "", "seconds": self.seconds}
 
     def _tell(self, **answer: Any) -> None:
         self.answers.write(json.dumps(answer) + "\n")
         self.answers.flush()
+
+
+def allow(usual: float | None) -> None:
+    """Let this process work for some times what is usual, in seconds, from now on; None is no limit."""
+    if usual is not None:
+        limit = math.ceil(time.process_time() + 4 + 8 * usual)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
 def end_of(child: Child, *, late: bool) -> dict[str, Any]:
@@ -240,16 +248,16 @@ def end_of(child: Child, *, late: bool) -> dict[str, Any]:
     if late:
         os.kill(child.pid, signal.SIGKILL)
     os.close(child.pipe)
-    _, status, usage = os.wait4(child.pid, 0)
-    cpu = usage.ru_utime + usage.ru_stime
+    _, status = os.waitpid(child.pid, 0)
     last = child.told.decode().splitlines()[-1]
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
-        return {"cpu": cpu, **json.loads(last)}
+        answer: dict[str, Any] = json.loads(last)
+        return answer
     if late or code == -signal.SIGXCPU:
-        return {"cpu": cpu, "verdict": "timed out", "by": last}
+        return {"verdict": "timed out", "by": last}
     how = signal.Signals(-code).name if code < 0 else "an error outside of tests"
-    return {"cpu": cpu, "verdict": "caught", "by": f"{last} ({how})"}
+    return {"verdict": "caught", "by": f"{last} ({how})"}
 
 
 def suite_of(job: dict[str, Any]) -> tuple[str, bool]:
