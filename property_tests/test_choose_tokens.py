@@ -22,6 +22,9 @@ from ddtree.reference.portable_math import portable_exp, portable_log
 TEMPERATURES = st.sampled_from([1.0, 0.5, 0.7, 2.0])
 TOP_PS = st.sampled_from([1.0, 0.5, 0.75, 0.25, 15 / 16, 2.0**-20])  # exact in binary, as the rule's edges are
 SEEDS = st.integers(0, 2**64 - 1)
+GREATEST_NOISE, LEAST_NOISE, EQUAL_NOISE = 105_672_652, 920_591_648, 171_344_493
+"""Positions where, of seed 0 and request 0, token 2 takes the word 2³² − 1, the word 0, and that of token 1: of all 2³¹
+there are few."""
 
 
 def sampled_counts(choose_tokens, row, *, samples=1000, seed=0, **settings):
@@ -203,18 +206,34 @@ def test_noise_is_right_to_the_last_bits(choose_tokens, seed, request_id, positi
     assert choose_tokens(logits[None, None], temperature=1.0, seed=seed, **keys).tolist() == [[chosen]]
 
 
+@pytest.mark.parametrize("position, least, most", [(GREATEST_NOISE, 22.87, 22.88), (LEAST_NOISE, -3.14, -3.13)])
+def test_noise_at_its_ends_decides_as_any_other(choose_tokens, position, least, most):
+    noise = [brute_force.noise(v, 0, 0, position) for v in range(3)]
+    assert least < noise[2] < most
+    for more, chosen in ((2.0**-30, 2), (-(2.0**-30), 1)):
+        logits = np.array([[[-60.0, 0.0, noise[1] - noise[2] + more]]])
+        assert choose_tokens(logits, temperature=1.0, positions=np.array([[position]], np.int32)).tolist() == [[chosen]]
+
+
+def test_of_equal_noisy_scores_the_lowest_id_wins(choose_tokens):
+    logits, positions = np.array([[[-60.0, 0.0, 0.0]]]), np.array([[EQUAL_NOISE]], np.int32)
+    assert brute_force.noise(1, 0, 0, EQUAL_NOISE) == brute_force.noise(2, 0, 0, EQUAL_NOISE)
+    assert choose_tokens(logits, temperature=1.0, positions=positions).tolist() == [[1]]
+
+
 @pytest.mark.parametrize("more, kept", [(-0.5, True), (0.25, False)])
 def test_masses_of_a_nucleus_are_whole_parts_of_2_to_the_40(choose_tokens, more, kept):
-    """Of two tokens, top_p ends between two wholes: half a part of mass more or less would decide otherwise."""
+    """Of the likeliest two, top_p ends between two wholes: half a part of mass more or less would decide otherwise."""
 
     def parts(z):
         return Decimal(z).exp(brute_force.EXACT) * 2**40
 
     z = next(z for z in np.arange(-0.1, -1, -1 / 64).tolist() if int(parts(z)) % 2 and 0.6 < parts(z) % 1 < 0.9)
-    top_p = 2**40 / (2**40 + int(parts(z)) + more)
-    positions = np.arange(16, dtype=np.int32)[None]
-    chosen = choose_tokens(np.tile([0.0, z], (1, 16, 1)), temperature=1.0, top_p=top_p, positions=positions)
-    assert (chosen == 1).any() == kept
+    few = [-27.5] * 4  # one part of mass each
+    top_p = 2**40 / (2**40 + int(parts(z)) + 8 + more)
+    logits, positions = np.tile([*few, z, 0.0, *few], (1, 16, 1)), np.arange(16, dtype=np.int32)[None]
+    chosen = choose_tokens(logits, temperature=1.0, top_p=top_p, positions=positions)
+    assert (chosen == 4).any() == kept
 
 
 @given(logits=logit_batches(min_vocab=2, max_rows=4), temperature=TEMPERATURES, top_p=TOP_PS, seed=SEEDS)

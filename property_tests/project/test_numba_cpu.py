@@ -12,6 +12,7 @@ from ml_dtypes import bfloat16
 from ddtree import reference
 from ddtree.kernels import numba_cpu
 from ddtree.property_tests.compare import assert_same, assert_same_acceptance, assert_same_tree
+from ddtree.reference import portable_math
 from ddtree.trees import Acceptance, tree_from_parents
 
 BUDGETS = (0, 1, 2, 31, 32, 33, 63, 64, 65)
@@ -244,6 +245,16 @@ def test_sampled_choices_are_the_references(dtype, top_p):
                 }
                 choices = numba_cpu.choose_tokens(logits, **options)
                 assert_same(choices, reference.choose_tokens(logits, **options))
+
+
+def test_logarithm_and_exponential_are_the_references_bit_for_bit():
+    from ddtree.kernels.numba_cpu.choose_tokens import portable_exp, portable_log
+
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.random(2000), 50 * rng.random(2000), [2.0**-33, 0.7071067811865476, 1.0, 1 - 2.0**-33]])
+    assert_same(np.array([portable_log(value) for value in x]), portable_math.portable_log(x))
+    x = -np.concatenate([rng.random(2000), 28 * rng.random(2000), 708 * rng.random(2000), [0.0, 708.0]])
+    assert_same(np.array([portable_exp(value) for value in x]), portable_math.portable_exp(x))
 
 
 def test_attention_reads_only_what_is_seen():

@@ -115,6 +115,7 @@ def functions_named_by(item: pytest.Item) -> set[str]:
     names = set(function.__code__.co_names)
     helpers = [function.__globals__.get(name) for name in names]
     names |= {name for helper in helpers if hasattr(helper, "__code__") for name in helper.__code__.co_names}
+    names |= {name.rpartition(".")[2] for name in names}  # of modules that are imported
     if item.path.stem == "test_checks":  # of the public layer: who looks at values
         names |= {"find_draft_fault"} if "build_tree" in names else set()
         names |= {"find_tree_fault"} if {"accept_tree", "attend"} & names else set()
@@ -165,8 +166,8 @@ class Forks:
         unchanged = {suite_of(job): job | {"id": "", "source": read(job["file"])} for job in self.jobs}
         known = {}
         for job, answer in self._answers(session, list(unchanged.values())):
-            if answer["verdict"] != "survived":
-                self._tell(refused=f"{job['file']} as it is fails: {answer['by']}")
+            if answer["verdict"] != "survived" or set(answer["seconds"]) == {IMPORTING}:
+                self._tell(refused=f"{job['file']} as it is fails: {answer['by'] or 'it has no test'}")
                 return True
             known[suite_of(job)] = {"seconds": answer["seconds"], "wall": 60 + 20 * sum(answer["seconds"].values())}
         for job, answer in self._answers(session, [job | known[suite_of(job)] for job in self.jobs]):

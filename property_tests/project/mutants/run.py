@@ -184,7 +184,7 @@ def chosen(ops: tuple[str, ...], files: tuple[str, ...], only: str | None) -> li
 @click.option("--op", "ops", multiple=True, help="Mutants of this operation or function alone; may be repeated.")
 @click.option("--file", "files", multiple=True, help="Mutants of files that end so; may be repeated.")
 @click.option("--only", type=click.Choice(["hand", "machine"]), help="Mutants made by hand, or by machine.")
-@click.option("--resume", is_flag=True, help="Leave out what an earlier run has caught.")
+@click.option("--resume", is_flag=True, help="Leave out what an earlier run has settled.")
 @click.option("--workers", default=2, help="Mutants at a time.")
 @click.option("--seed", default=0, help="Of the examples.")
 def main(ops: tuple[str, ...], files: tuple[str, ...], only: str | None, resume: bool, workers: int, seed: int) -> None:
@@ -196,7 +196,9 @@ def main(ops: tuple[str, ...], files: tuple[str, ...], only: str | None, resume:
     FOLDER.mkdir(exist_ok=True)
     store = FOLDER / "results.jsonl"
     known = dict(json.loads(line) for line in store.read_text().splitlines()) if resume and store.exists() else {}
-    found = {m: Outcome(*known[key_of(m)]) for m in mutants if known.get(key_of(m), ["survived"])[0] != "survived"}
+    explained = equivalents(EQUIVALENT.read_text(encoding="utf-8"))
+    earlier = {m: Outcome(*known[key_of(m)]) for m in mutants if key_of(m) in known}
+    found = {m: o for m, o in earlier.items() if o.verdict != "survived" or (m.file, *m.change) in explained}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress, store.open("a" if resume else "w") as kept:
         task = progress.add_task("the tests of the code as it is", total=len(mutants), completed=len(found))
