@@ -199,8 +199,10 @@ def test_nucleus_is_of_the_distribution_at_that_temperature(choose_tokens):
 )
 def test_noise_is_right_to_the_last_bits(choose_tokens, seed, request_id, position, vocab, data):
     """Logits that undo the noise, and one of them 2⁻⁴⁰ more: any other noise, or a coarser sum, chooses elsewhere."""
-    chosen = data.draw(st.integers(0, vocab - 1), label="chosen")
+    first = data.draw(st.integers(0, vocab - 1), label="first token of any probability")
+    chosen = data.draw(st.integers(first, vocab - 1), label="chosen")
     logits = -np.array([brute_force.noise(v, seed, request_id, position) for v in range(vocab)])
+    logits[:first] = -np.inf
     logits[chosen] += 2.0**-40
     keys = {"request_ids": np.array([request_id]), "positions": np.array([[position]], np.int32)}
     assert choose_tokens(logits[None, None], temperature=1.0, seed=seed, **keys).tolist() == [[chosen]]

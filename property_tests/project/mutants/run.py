@@ -190,7 +190,8 @@ def chosen(ops: tuple[str, ...], files: tuple[str, ...], only: str | None) -> li
 def main(ops: tuple[str, ...], files: tuple[str, ...], only: str | None, resume: bool, workers: int, seed: int) -> None:
     """Change one place of the references and kernels at a time, and run the tests that must notice it."""
     console, start = Console(), time.time()
-    mutants = chosen(ops, files, only)
+    with console.status("changing the code"):
+        mutants = chosen(ops, files, only)
     if not mutants:
         raise click.UsageError("no mutant is of that operation, file and kind")
     FOLDER.mkdir(exist_ok=True)
@@ -200,7 +201,7 @@ def main(ops: tuple[str, ...], files: tuple[str, ...], only: str | None, resume:
     earlier = {m: Outcome(*known[key_of(m)]) for m in mutants if key_of(m) in known}
     found = {m: o for m, o in earlier.items() if o.verdict != "survived" or (m.file, *m.change) in explained}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console) as progress, store.open("a" if resume else "w") as kept:
+    with Progress(*columns, console=console) as progress, store.open("a") as kept:
         task = progress.add_task("the tests of the code as it is", total=len(mutants), completed=len(found))
         waiting = [m for m in mutants if m not in found]
         for mutant, outcome in outcomes(waiting, workers=workers, seed=seed, folder=FOLDER):
@@ -221,7 +222,10 @@ def main(ops: tuple[str, ...], files: tuple[str, ...], only: str | None, resume:
     for change in stale:
         console.print(f"explained, but caught or no mutant: {change}", style="red", markup=False, soft_wrap=True)
     if not (ops or files or only):
-        RESULTS.write_text(report(found, minutes=(time.time() - start) / 60, seed=seed), encoding="utf-8")
+        RESULTS.write_text(
+            report(found, took="" if resume else f"; {(time.time() - start) / 60:.0f} minutes", seed=seed),
+            encoding="utf-8",
+        )
         console.print(f"written: {RESULTS.name}")
     survived = sum(outcome.verdict == "survived" for outcome in found.values())
     if survived or stale:
@@ -239,7 +243,7 @@ def table_of(found: dict[Mutant, Outcome]) -> Table:
     return table
 
 
-def report(found: dict[Mutant, Outcome], *, minutes: float, seed: int) -> str:
+def report(found: dict[Mutant, Outcome], *, took: str, seed: int) -> str:
     """``RESULTS.md``."""
     installed = ("ddtree", "numpy", "numba", "numba-cuda", "hypothesis", "pytest", "cosmic-ray")
     total = Counter(outcome.verdict for outcome in found.values())
@@ -251,7 +255,7 @@ def report(found: dict[Mutant, Outcome], *, minutes: float, seed: int) -> str:
         "",
         f"- {date.today().isoformat()}, Python {sys.version.split()[0]}, "
         + ", ".join(f"{name} {version(name)}" for name in installed),
-        f"- seed of the examples {seed}; the last run took {minutes:.0f} minutes",
+        f"- seed of the examples {seed}{took}",
         f"- {total.total()} mutants: {total['caught']} caught by a test, {total['timed out']} by their time, "
         f"{total['equivalent']} equivalent, {total['survived']} survived",
         "",
