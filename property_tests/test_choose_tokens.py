@@ -241,6 +241,16 @@ def test_masses_of_a_nucleus_are_whole_parts_of_2_to_the_40(choose_tokens, below
     assert choose_tokens(np.array([[row]]), temperature=1.0, **at).tolist() == [[4 if kept else 5]]
 
 
+@pytest.mark.parametrize("more, kept", [(0.5, True), (-0.5, False)])
+def test_of_equal_tokens_at_a_nucleus_end_each_takes_its_mass_and_no_more(choose_tokens, more, kept):
+    row = [-0.45, -0.45, 0.0]
+    mass = int(Decimal(row[0]).exp(brute_force.EXACT) * 2**40)  # of 0.46 more
+    top_p = (2**40 + mass + more) / (2**40 + 2 * mass)
+    position = next(p for p in range(1000) if brute_force.choice(row, temperature=1.0, position=p) == 1)
+    at = {"temperature": 1.0, "top_p": top_p, "positions": np.array([[position]], np.int32)}
+    assert (choose_tokens(np.array([[row]]), **at)[0, 0] == 1) == kept
+
+
 @given(logits=logit_batches(min_vocab=2, max_rows=4), temperature=TEMPERATURES, top_p=TOP_PS, seed=SEEDS)
 def test_choice_depends_on_row_seed_request_and_position_alone(choose_tokens, logits, temperature, top_p, seed):
     B, N, _ = logits.shape
