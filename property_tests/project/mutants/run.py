@@ -24,7 +24,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from ddtree.property_tests.project.mutants import Mutant, hand_made, op_of
 from ddtree.protocols import OPS
@@ -234,7 +234,8 @@ def main(ops: tuple[str, ...], files: tuple[str, ...], only: str | None, resume:
 
 def table_of(found: dict[Mutant, Outcome]) -> Table:
     """The counts, for a terminal."""
-    table = Table("operation", "implementation", *(("mutants", *VERDICTS)), box=None)
+    columns = Column("operation", min_width=16), Column("implementation", min_width=14)
+    table = Table(*columns, "mutants", *VERDICTS, box=None)
     for (op, implementation), counts in counted(found).items():
         numbers = (str(counts[verdict] or "") for verdict in VERDICTS)
         table.add_row(op, implementation, str(counts.total()), *numbers)
