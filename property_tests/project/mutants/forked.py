@@ -214,8 +214,9 @@ class Forks:
         resource.setrlimit(resource.RLIMIT_AS, (taken + MOST_MEMORY, taken + MOST_MEMORY))
         items = tests_of(job["file"], session.items, by_hand=job["by_hand"])
         usual = job.get("seconds", {})
-        # the suite's first, and of each the quickest first
-        items.sort(key=lambda item: (item.path.parent.name == "project", usual.get(name_of(item), 0)))
+        # the suite's first, those of the public layer last, and of each the quickest first
+        files = ("test_numba_cpu", "test_checks")
+        items.sort(key=lambda item: (item.path.stem in files, item.path.stem == files[1], usual.get(name_of(item), 0)))
         os.write(pipe, f"{IMPORTING}\n".encode())
         start = time.monotonic()
         allow(usual.get(IMPORTING))
