@@ -1,5 +1,6 @@
 """The compiled CPU kernels, beyond the laws that hold for every backend: sizes, ties, threads, caches, compilation."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -146,6 +147,13 @@ def test_ids_that_share_a_slot_are_not_taken_for_equal():
     assert numba_cpu.find_draft_fault(log_probs, token_ids, -1) == (4, 0, 0, 63)
 
 
+def test_many_short_rows_are_each_looked_at_alone():
+    log_probs, token_ids = np.zeros((20, 4, 3), np.float32), np.tile(np.arange(3, dtype=np.int32), (20, 4, 1))
+    assert numba_cpu.find_draft_fault(log_probs, token_ids, 3) == (0, 0, 0, 0)
+    token_ids[17, 2, 2] = 1
+    assert numba_cpu.find_draft_fault(log_probs, token_ids, 3) == (4, 17, 2, 2)
+
+
 def random_tree(rng, B, N):
     parents = np.array([[-1] + [rng.integers(max(0, i - 4), i) for i in range(1, N)] for _ in range(B)], np.int32)
     return tree_from_parents(rng.integers(0, 3, (B, N)), parents.reshape(B, N), rng.integers(1, N + 1, B))
@@ -248,13 +256,12 @@ def test_sampled_choices_are_the_references(dtype, top_p):
 
 
 def test_logarithm_and_exponential_are_the_references_bit_for_bit():
-    from ddtree.kernels.numba_cpu.choose_tokens import portable_exp, portable_log
-
+    kernels = importlib.import_module("ddtree.kernels.numba_cpu.choose_tokens")
     rng = np.random.default_rng(0)
     x = np.concatenate([rng.random(2000), 50 * rng.random(2000), [2.0**-33, 0.7071067811865476, 1.0, 1 - 2.0**-33]])
-    assert_same(np.array([portable_log(value) for value in x]), portable_math.portable_log(x))
+    assert_same(np.array([kernels.portable_log(value) for value in x]), portable_math.portable_log(x))
     x = -np.concatenate([rng.random(2000), 28 * rng.random(2000), 708 * rng.random(2000), [0.0, 708.0]])
-    assert_same(np.array([portable_exp(value) for value in x]), portable_math.portable_exp(x))
+    assert_same(np.array([kernels.portable_exp(value) for value in x]), portable_math.portable_exp(x))
 
 
 def test_attention_reads_only_what_is_seen():

@@ -115,7 +115,7 @@ def functions_named_by(item: pytest.Item) -> set[str]:
     names = set(function.__code__.co_names)
     helpers = [function.__globals__.get(name) for name in names]
     names |= {name for helper in helpers if hasattr(helper, "__code__") for name in helper.__code__.co_names}
-    names |= {name.rpartition(".")[2] for name in names}  # of modules that are imported
+    names |= {text.rpartition(".")[2] for text in function.__code__.co_consts if isinstance(text, str)}  # modules
     if item.path.stem == "test_checks":  # of the public layer: who looks at values
         names |= {"find_draft_fault"} if "build_tree" in names else set()
         names |= {"find_tree_fault"} if {"accept_tree", "attend"} & names else set()
