@@ -154,6 +154,14 @@ def test_many_short_rows_are_each_looked_at_alone():
     assert numba_cpu.find_draft_fault(log_probs, token_ids, 3) == (4, 17, 2, 2)
 
 
+def test_the_ends_of_a_row_longer_than_a_block_are_looked_at():
+    log_probs, token_ids = np.zeros((1, 1, 33), np.float32), np.arange(33, dtype=np.int32)[None, None].copy()
+    log_probs[0, 0, 0] = 0.5
+    assert numba_cpu.find_draft_fault(log_probs, token_ids, -1) == (1, 0, 0, 0)
+    log_probs[0, 0, 0], log_probs[0, 0, 32], token_ids[0, 0, 32] = 0.0, -np.inf, 0  # an id behind the end
+    assert numba_cpu.find_draft_fault(log_probs, token_ids, -1) == (0, 0, 0, 0)
+
+
 def random_tree(rng, B, N):
     parents = np.array([[-1] + [rng.integers(max(0, i - 4), i) for i in range(1, N)] for _ in range(B)], np.int32)
     return tree_from_parents(rng.integers(0, 3, (B, N)), parents.reshape(B, N), rng.integers(1, N + 1, B))
