@@ -152,6 +152,8 @@ def test_many_short_rows_are_each_looked_at_alone():
     assert numba_cpu.find_draft_fault(log_probs, token_ids, 3) == (0, 0, 0, 0)
     token_ids[17, 2, 2] = 1
     assert numba_cpu.find_draft_fault(log_probs, token_ids, 3) == (4, 17, 2, 2)
+    token_ids[17, 2, 2] = 2**31 - 2
+    assert numba_cpu.find_draft_fault(log_probs, token_ids, 2**31 - 1) == (0, 0, 0, 0)
 
 
 def test_the_ends_of_a_row_longer_than_a_block_are_looked_at():
