@@ -162,6 +162,8 @@ def test_the_ends_of_a_row_longer_than_a_block_are_looked_at():
     assert numba_cpu.find_draft_fault(log_probs, token_ids, -1) == (1, 0, 0, 0)
     log_probs[0, 0, 0], log_probs[0, 0, 32], token_ids[0, 0, 32] = 0.0, -np.inf, 0  # an id behind the end
     assert numba_cpu.find_draft_fault(log_probs, token_ids, -1) == (0, 0, 0, 0)
+    log_probs[0, 0, :32], log_probs[0, 0, 32] = -1.0, 0.0
+    assert numba_cpu.find_draft_fault(log_probs, token_ids, -1) == (2, 0, 0, 32)
 
 
 def random_tree(rng, B, N):
