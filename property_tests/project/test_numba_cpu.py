@@ -163,7 +163,10 @@ def test_the_ends_of_a_row_longer_than_a_block_are_looked_at():
     log_probs[0, 0, 0], log_probs[0, 0, 32], token_ids[0, 0, 32] = 0.0, -np.inf, 0  # an id behind the end
     assert numba_cpu.find_draft_fault(log_probs, token_ids, -1) == (0, 0, 0, 0)
     log_probs[0, 0, :32], log_probs[0, 0, 32] = -1.0, 0.0
-    assert numba_cpu.find_draft_fault(log_probs, token_ids, -1) == (2, 0, 0, 32)
+    two = np.concatenate([log_probs, np.zeros_like(log_probs)]), np.tile(np.arange(33, dtype=np.int32), (2, 1, 1))
+    assert numba_cpu.find_draft_fault(*two, -1) == (2, 0, 0, 32)
+    two[0][0, 0] = np.arange(-33, 0)
+    assert numba_cpu.find_draft_fault(*two, -1) == (2, 0, 0, 1)
 
 
 def random_tree(rng, B, N):
