@@ -11,7 +11,7 @@ OPS := accept_tree,build_tree,choose_tokens,compact_cache,topk_log_probs,tree_po
 SIMULATOR = NUMBA_ENABLE_CUDASIM=1 DDTREE_PROFILE=simulator OPENBLAS_NUM_THREADS=1 \
   $(BIN)/python -m pytest -n auto -m "not large" --ddtree-backend numba_cuda --ddtree-ops $(OPS)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test mutants lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/ddtree demo
@@ -20,6 +20,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 	$(SIMULATOR)
+
+# half an hour on two cores. A part of them: make mutants MUTANTS="--op accept_tree", see MUTANTS=--help
+mutants: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[mutants]"
+	$(BIN)/python -m ddtree.property_tests.project.mutants.run $(MUTANTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -37,4 +42,4 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo_output ddtree_failures
+	rm -rf $(VENV) build dist *.egg-info demo_output ddtree_failures .mutants

@@ -168,6 +168,19 @@ def test_the_last_of_many_siblings_is_found(accept_tree, siblings):
     assert kept.node_indices.tolist() == [[0, siblings, siblings + 1]]
 
 
+@pytest.mark.parametrize("stops", [2, 3, 33, 70])
+def test_each_of_many_stop_tokens_stops(accept_tree, stops):
+    # request b is a chain of which the token of index 2 is the b-th stop token, and its last one is none
+    tokens = np.tile(np.array([500, 501, 0, 503], np.int32), (stops + 1, 1))
+    tokens[:, 2] = [*range(100, 100 + stops), 7]
+    tree = chain_tree(tokens)
+    choices = np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=504)
+    kept = accept_tree(tree, choices, stop_token_ids=np.arange(100, 100 + stops, dtype=np.int32))
+    assert kept.lengths.tolist() == [2] * stops + [4]
+    assert kept.bonus_token_ids.tolist() == [*range(100, 100 + stops), 504]
+    assert kept.finished.tolist() == [True] * stops + [False]
+
+
 @pytest.mark.beside_reference
 @pytest.mark.parametrize("length", [33, pytest.param(1200, marks=pytest.mark.large)])
 def test_a_long_path_is_that_of_the_reference(accept_tree, length):

@@ -210,7 +210,7 @@ def test_nothing_to_draft_leaves_the_root(build_tree, B, L, K, budget, counts):
 
 
 @pytest.mark.beside_reference
-@pytest.mark.parametrize("budget", [pytest.param(1024, marks=pytest.mark.large), 31, 32])
+@pytest.mark.parametrize("budget", [pytest.param(1024, marks=pytest.mark.large), 31, 32, 70])
 @pytest.mark.parametrize("kind", DRAFT_KINDS)
 def test_large_tree_has_the_bits_of_the_reference(build_tree, kind, budget):
     draft = large_draft(kind, seed=3)

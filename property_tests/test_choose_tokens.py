@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis.extra.numpy import arrays
 
 from ddtree import reference
@@ -22,6 +22,9 @@ from ddtree.reference.portable_math import portable_exp, portable_log
 TEMPERATURES = st.sampled_from([1.0, 0.5, 0.7, 2.0])
 TOP_PS = st.sampled_from([1.0, 0.5, 0.75, 0.25, 15 / 16, 2.0**-20])  # exact in binary, as the rule's edges are
 SEEDS = st.integers(0, 2**64 - 1)
+GREATEST_NOISE, LEAST_NOISE, EQUAL_NOISE = 105_672_652, 920_591_648, 171_344_493
+"""Positions where, of seed 0 and request 0, token 2 takes the word 2³² − 1, the word 0, and that of token 1: of all 2³¹
+there are few."""
 
 
 def sampled_counts(choose_tokens, row, *, samples=1000, seed=0, **settings):
@@ -173,12 +176,79 @@ def test_nucleus_ends_where_just_its_share_lies_before(choose_tokens, top_p, kep
     assert_drawn_from(counts, [1 / kept] * kept + [0] * (4 - kept))
 
 
+@pytest.mark.parametrize("top_p, kept", [(0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)])
+def test_the_first_of_four_equal_tokens_are_drawn_and_no_other(choose_tokens, top_p, kept):
+    counts = sampled_counts(choose_tokens, [0.0] * 4, samples=24, temperature=1.0, top_p=top_p)
+    assert (counts > 0).tolist() == [v < kept for v in range(4)]
+
+
 @pytest.mark.large
 def test_nucleus_is_of_the_distribution_at_that_temperature(choose_tokens):
     # p = (0.6, 0.3, 0.1) becomes p² / Σp² = (0.78, 0.20, 0.02) at T = 1/2: 0.75 of the mass is now one token.
     row = np.log([0.6, 0.3, 0.1])
     assert np.flatnonzero(sampled_counts(choose_tokens, row, temperature=1.0, top_p=0.75)).tolist() == [0, 1]
     assert np.flatnonzero(sampled_counts(choose_tokens, row, temperature=0.5, top_p=0.75)).tolist() == [0]
+
+
+@given(
+    seed=SEEDS,
+    request_id=st.integers(0, 2**63 - 1),
+    position=st.integers(0, 2**31 - 1),
+    vocab=st.integers(2, 9),
+    data=st.data(),
+)
+def test_noise_is_right_to_the_last_bits(choose_tokens, seed, request_id, position, vocab, data):
+    """Logits that undo the noise, and one of them 2⁻⁴⁰ more: any other noise, or a coarser sum, chooses elsewhere."""
+    first = data.draw(st.integers(0, vocab - 1), label="first token of any probability")
+    chosen = data.draw(st.integers(first, vocab - 1), label="chosen")
+    logits = -np.array([brute_force.noise(v, seed, request_id, position) for v in range(vocab)])
+    logits[:first] = -np.inf
+    logits[chosen] += 2.0**-40
+    keys = {"request_ids": np.array([request_id]), "positions": np.array([[position]], np.int32)}
+    assert choose_tokens(logits[None, None], temperature=1.0, seed=seed, **keys).tolist() == [[chosen]]
+
+
+@pytest.mark.parametrize("position, least, most", [(GREATEST_NOISE, 22.87, 22.88), (LEAST_NOISE, -3.13, -3.12)])
+def test_noise_at_its_ends_decides_as_any_other(choose_tokens, position, least, most):
+    noise = [brute_force.noise(v, 0, 0, position) for v in range(3)]
+    assert least < noise[2] < most
+    for more, chosen in ((2.0**-30, 2), (-(2.0**-30), 1)):
+        logits = np.array([[[-60.0, 0.0, noise[1] - noise[2] + more]]])
+        assert choose_tokens(logits, temperature=1.0, positions=np.array([[position]], np.int32)).tolist() == [[chosen]]
+
+
+def test_of_equal_noisy_scores_the_lowest_id_wins(choose_tokens):
+    logits, positions = np.array([[[-60.0, 0.0, 0.0]]]), np.array([[EQUAL_NOISE]], np.int32)
+    assert brute_force.noise(1, 0, 0, EQUAL_NOISE) == brute_force.noise(2, 0, 0, EQUAL_NOISE)
+    assert choose_tokens(logits, temperature=1.0, positions=positions).tolist() == [[1]]
+
+
+@pytest.mark.parametrize("more, kept", [(-0.5, True), (0.25, False)])
+@pytest.mark.parametrize("below", [-0.4, -3.0])
+def test_masses_of_a_nucleus_are_whole_parts_of_2_to_the_40(choose_tokens, below, more, kept):
+    """Of the likeliest two, top_p ends between two wholes: half a part of mass more or less would decide otherwise."""
+
+    def parts(z):
+        return Decimal(z).exp(brute_force.EXACT) * 2**40
+
+    z = next(z for z in np.arange(below, -9, -1 / 64).tolist() if int(parts(z)) % 2 and 0.6 < parts(z) % 1 < 0.9)
+    few = [-27.5] * 4  # one part of mass each
+    top_p = 2**40 / (2**40 + int(parts(z)) + 8 + more)
+    row = [*few, z, 0.0, *few]
+    # where the second one would be chosen
+    position = next(p for p in range(1000) if brute_force.choice(row, temperature=1.0, position=p) == 4)
+    at = {"top_p": top_p, "positions": np.array([[position]], np.int32)}
+    assert choose_tokens(np.array([[row]]), temperature=1.0, **at).tolist() == [[4 if kept else 5]]
+
+
+@pytest.mark.parametrize("more, kept", [(0.5, True), (-0.5, False)])
+def test_of_equal_tokens_at_a_nucleus_end_each_takes_its_mass_and_no_more(choose_tokens, more, kept):
+    row = [-0.45, -0.45, 0.0]
+    mass = int(Decimal(row[0]).exp(brute_force.EXACT) * 2**40)  # of 0.46 more
+    top_p = (2**40 + mass + more) / (2**40 + 2 * mass)
+    position = next(p for p in range(1000) if brute_force.choice(row, temperature=1.0, position=p) == 1)
+    at = {"temperature": 1.0, "top_p": top_p, "positions": np.array([[position]], np.int32)}
+    assert (choose_tokens(np.array([[row]]), **at)[0, 0] == 1) == kept
 
 
 @given(logits=logit_batches(min_vocab=2, max_rows=4), temperature=TEMPERATURES, top_p=TOP_PS, seed=SEEDS)
@@ -278,6 +348,7 @@ def test_logarithm_is_within_an_ulp(x):
 
 
 @given(x=st.floats(-708.0, 0.0) | st.floats(-2.0, 0.0))
+@example(-708.0)
 def test_exponential_is_within_an_ulp(x):
     exact = Decimal(x).exp(brute_force.EXACT)
     assert ulps(float(portable_exp(np.array([x]))[0]), exact) <= TOLERANCE["portable_math", "float64"].bound

@@ -54,6 +54,16 @@ def test_overlapping_moves_across_pages_of_any_size(compact_cache, path, page_si
     assert after.tobytes() == expected_bytes(cache, acceptance)
 
 
+@pytest.mark.parametrize("dtype", CACHE_TYPES)
+def test_rows_wider_than_a_block_of_threads_move_whole(compact_cache, dtype):
+    cache = KVCache(
+        numbered_cache(2, 4, width=301).astype(dtype), np.array([[1, 0]], np.int32), np.array([1], np.int32)
+    )
+    acceptance = accepted([0, 2, 5])
+    after = compact_cache(cache.data, cache.page_table, cache.prefix_lens, acceptance)
+    assert after.tobytes() == expected_bytes(cache, acceptance)
+
+
 @given(case=compaction_inputs())
 def test_bytes_outside_the_accepted_rows_stay(compact_cache, case):
     cache, acceptance = case
@@ -88,6 +98,14 @@ def test_nothing_accepted_moves_nothing(compact_cache, B):
     )
     after = compact_cache(data, np.zeros((B, 1), np.int32), np.zeros(B, np.int32), empty)
     assert after.tobytes() == data.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4, 3), (2, 2, 4, 0), (1, 1, 1, 1)])
+def test_a_cache_of_no_layers_or_no_width_or_of_one_number_stays(compact_cache, shape):
+    data = np.ones(shape, np.float32)
+    after = compact_cache(data, np.array([[1, 0]], np.int32) % shape[1], np.array([0], np.int32), accepted([0]))
+    assert after.shape == shape
+    assert (after == 1).all()
 
 
 @given(case=compaction_inputs(max_prefix=40))

@@ -1,5 +1,6 @@
 """The model's layers against the references, and both against small cases worked by hand."""
 
+import inspect
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis.extra.numpy import arrays
 
 from ddtree import reference
 from ddtree.model import layers
+from ddtree.model.config import Yarn
 from ddtree.property_tests.compare import assert_close, assert_same
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -95,6 +97,29 @@ def test_yarn_frequencies_by_hand():
         assert_close(actual, expected, row=("layers", "float64"))
 
 
+def test_yarn_goes_on_to_the_last_dimension_and_no_further():
+    """Where every pair turns seldom or often, the ramp goes from 0 to R − 1: pair 1 of 4 dimensions is at a third."""
+    settings: dict[str, Any] = {"factor": 4.0, "beta_fast": 1e30, "beta_slow": 1e-30}
+    expected = np.array([1.0, 0.1 * (2 / 3 + 1 / 3 / 4)])
+    for rope_frequencies in (layers.rope_frequencies, reference.rope_frequencies):
+        assert_close(rope_frequencies(4, 100.0, **settings), expected, row=("layers", "float64"))
+
+
+@given(factor=st.sampled_from([0.5, 1.0, 1.5, 4.0, 40.0]), mscale=st.floats(0, 2))
+def test_yarn_temperature(factor, mscale):
+    expected = np.array([1.0 + 0.1 * mscale * math.log(max(factor, 1.0))])
+    assert_close(np.array([reference.yarn_mscale(factor, mscale)]), expected, row=("layers", "float64"))
+    if factor >= 1:
+        yarn = Yarn(factor=factor, original_max_position_embeddings=32)
+        assert_close(np.array([yarn.temperature(mscale)]), expected, row=("layers", "float64"))
+
+
+def test_what_is_left_out_means_the_same_to_layers_and_references():
+    for name in set(layers.__all__) & set(reference.__all__):
+        both = [inspect.signature(getattr(module, name)).parameters for module in (layers, reference)]
+        assert len({tuple((p.name, p.default) for p in parameters.values()) for parameters in both}) == 1, name
+
+
 @given(position=st.integers(0, 200_000), theta=st.sampled_from([100.0, 10_000.0]), half=st.integers(1, 8))
 def test_rope_turns_the_unit_vector_by_the_angle(position, theta, half):
     """In both layouts: (1, 0) of pair i becomes the cosine and sine of position · frequency."""
@@ -174,6 +199,12 @@ def test_swiglu_by_hand():
         assert_close(actual, expected, row=("layers", "float64"))
 
 
+def test_gates_far_from_0_pass_all_or_nothing():
+    x, gate_up, down = np.array([[800.0], [-800.0]]), np.array([[1.0], [2.0]]), np.array([[1.0]])
+    for swiglu in (layers.swiglu, reference.swiglu):
+        assert swiglu(x, gate_up, down).tolist() == [[800.0 * 1600.0], [0.0]]
+
+
 def logit(p):
     return math.log(p / (1 - p))
 
@@ -217,6 +248,16 @@ def test_equal_scores_go_to_the_lowest_index(route_experts):
     assert route_experts(logits, bias, n_group=1, topk_group=1, **settings)[0].tolist() == [[1, 2, 4]]
     # each pair has one 1 and one 2, so that all groups are equal: the first two are taken
     assert route_experts(logits, bias, n_group=4, topk_group=2, **settings)[0].tolist() == [[1, 2, 0]]
+
+
+@pytest.mark.parametrize("route_experts", [layers.route_experts, reference.route_experts], ids=["layers", "reference"])
+def test_logits_far_from_0_are_routed_by_scores_of_1_and_nearly_0(route_experts):
+    settings = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+    logits = np.array([[800.0, -800.0], [-50.0, -800.0], [-800.0, -800.0]])
+    expert_ids, weights = route_experts(logits, np.zeros(2), norm_topk_prob=True, **settings)
+    assert expert_ids.tolist() == [[0], [0], [0]]
+    tiny = math.exp(-50)  # 2e-22, beside the 1e-20 that keeps the sum of scores from being 0
+    assert_close(weights, np.array([[1.0], [tiny / (tiny + 1e-20)], [0.0]]), row=("layers", "float64"))
 
 
 def routing_settings(groups, experts, norm_topk_prob):

@@ -88,6 +88,24 @@ def test_vocabularies_of_any_size_and_type(topk_log_probs, dtype, V):
         assert_right_top_k(topk_log_probs(logits, k), logits, k)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("value", [-1.0, 1.0])
+def test_a_last_bit_late_in_a_row_decides(topk_log_probs, dtype, value):
+    logits = np.full((1, 1, 600), np.nextafter(dtype(value), dtype(-np.inf)))
+    logits[0, 0, 400] = value
+    assert topk_log_probs(logits, 1)[1].tolist() == [[[400]]]
+    assert topk_log_probs(logits, 3)[1].tolist() == [[[400, 0, 1]]]
+
+
+def test_what_comes_late_in_a_row_finds_its_place(topk_log_probs):
+    logits = np.zeros((1, 1, 600), np.float32)
+    logits[0, 0, [0, 1, 400]] = 10, 5, 7
+    for k in (1, 2, 3, 4):
+        assert_right_top_k(topk_log_probs(logits, k), logits, k)
+    logits[0, 0, :300] = -np.inf
+    assert_right_top_k(topk_log_probs(logits, 2), logits, 2)
+
+
 @pytest.mark.parametrize("gap", [0.0, 1e-3, 30.0, 1e4, 1e8, 3e38])
 def test_sharp_and_flat_rows_stay_within_tolerance_and_below_zero(topk_log_probs, gap):
     logits = np.zeros((1, 1, 64), np.float32)

@@ -91,6 +91,12 @@ def test_page_size_does_not_matter(verify_attention, page_size):
     assert_near(case.call(verify_attention), case)
 
 
+@pytest.mark.parametrize("N", [32, 33])
+def test_masks_are_read_up_to_the_end_of_a_word(verify_attention, N):
+    case = large_case(N=N, prefixes=(2, 0), heads=1)
+    assert_near(case.call(verify_attention), case)
+
+
 @given(case=attention_inputs(np.float32))
 def test_out_is_written_whole_and_returned(verify_attention, case):
     out = np.full((*case.q.shape[:3], case.kv_lora_rank), np.nan, np.float32)
@@ -138,3 +144,22 @@ def test_scores_that_overflow_weigh_nothing_beside_a_finite_one(verify_attention
             q, cache, np.zeros((1, 1), np.int32), np.array([70], np.int32), tree, scale=1.0, kv_lora_rank=1
         )
     assert out.tolist() == [[[[1.0]]]]
+
+
+def test_scores_that_overflow_in_one_head_are_no_matter_to_the_next(verify_attention):
+    # rows of latents 3 and 1, half each: the first head's scores of the former are −inf, the second head's are all 0
+    cache = np.zeros((1, 128, 2), np.float32)
+    cache[0, :64], cache[0, 64:] = (3.0, -3e38), (1.0, 0.0)
+    tree = tree_from_parents(np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32))
+    q = np.array([[[[0.0, 2.0], [0.0, 0.0]]]], np.float32)
+    one = np.zeros((1, 1), np.int32), np.array([127], np.int32)
+    with np.errstate(over="ignore"):
+        out = verify_attention(q, cache, *one, tree, scale=1.0, kv_lora_rank=1)
+    assert out.tolist() == [[[[1.0], [2.0]]]]
+
+
+def test_no_head_has_no_output(verify_attention):
+    tree = tree_from_parents(np.zeros((1, 2), np.int32), np.array([[-1, 0]]))
+    cache = np.zeros((1, 2, 6), np.float32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
+    out = verify_attention(np.zeros((1, 2, 0, 6), np.float32), *cache, tree, scale=1.0, kv_lora_rank=4)
+    assert_same(out, np.zeros((1, 2, 0, 4), np.float32))

@@ -1,5 +1,6 @@
 """The compiled CPU kernels, beyond the laws that hold for every backend: sizes, ties, threads, caches, compilation."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from ml_dtypes import bfloat16
 from ddtree import reference
 from ddtree.kernels import numba_cpu
 from ddtree.property_tests.compare import assert_same, assert_same_acceptance, assert_same_tree
+from ddtree.reference import portable_math
 from ddtree.trees import Acceptance, tree_from_parents
 
 BUDGETS = (0, 1, 2, 31, 32, 33, 63, 64, 65)
@@ -130,7 +132,7 @@ def test_first_fault_of_a_draft_is_the_references(seed):
                 case 3:
                     wide = [2**31, 2**32 + 5, -(2**40)] if token_ids.dtype == np.int64 else []
                     token_ids[place] = rng.choice([-1, -(2**31), 2**31 - 1, 114, *wide])
-        for vocab_size in (-1, 1, 115, 2**31 - 1):
+        for vocab_size in (-1, 0, 1, 115, 2**31 - 1):
             fault = numba_cpu.find_draft_fault(log_probs, token_ids, vocab_size)
             assert fault == reference.find_draft_fault(log_probs, token_ids, vocab_size)
             codes.add(fault[0])
@@ -143,6 +145,28 @@ def test_ids_that_share_a_slot_are_not_taken_for_equal():
     assert numba_cpu.find_draft_fault(log_probs, token_ids, -1) == (0, 0, 0, 0)
     token_ids[0, 0, 63] = token_ids[0, 0, 7]
     assert numba_cpu.find_draft_fault(log_probs, token_ids, -1) == (4, 0, 0, 63)
+
+
+def test_many_short_rows_are_each_looked_at_alone():
+    log_probs, token_ids = np.zeros((20, 4, 3), np.float32), np.tile(np.arange(3, dtype=np.int32), (20, 4, 1))
+    assert numba_cpu.find_draft_fault(log_probs, token_ids, 3) == (0, 0, 0, 0)
+    token_ids[17, 2, 2] = 1
+    assert numba_cpu.find_draft_fault(log_probs, token_ids, 3) == (4, 17, 2, 2)
+    token_ids[17, 2, 2] = 2**31 - 2
+    assert numba_cpu.find_draft_fault(log_probs, token_ids, 2**31 - 1) == (0, 0, 0, 0)
+
+
+def test_the_ends_of_a_row_longer_than_a_block_are_looked_at():
+    log_probs, token_ids = np.zeros((1, 1, 33), np.float32), np.arange(33, dtype=np.int32)[None, None].copy()
+    log_probs[0, 0, 0] = 0.5
+    assert numba_cpu.find_draft_fault(log_probs, token_ids, -1) == (1, 0, 0, 0)
+    log_probs[0, 0, 0], log_probs[0, 0, 32], token_ids[0, 0, 32] = 0.0, -np.inf, 0  # an id behind the end
+    assert numba_cpu.find_draft_fault(log_probs, token_ids, -1) == (0, 0, 0, 0)
+    log_probs[0, 0, :32], log_probs[0, 0, 32] = -1.0, 0.0
+    two = np.concatenate([log_probs, np.zeros_like(log_probs)]), np.tile(np.arange(33, dtype=np.int32), (2, 1, 1))
+    assert numba_cpu.find_draft_fault(*two, -1) == (2, 0, 0, 32)
+    two[0][0, 0] = np.arange(-33, 0)
+    assert numba_cpu.find_draft_fault(*two, -1) == (2, 0, 0, 1)
 
 
 def random_tree(rng, B, N):
@@ -244,6 +268,15 @@ def test_sampled_choices_are_the_references(dtype, top_p):
                 }
                 choices = numba_cpu.choose_tokens(logits, **options)
                 assert_same(choices, reference.choose_tokens(logits, **options))
+
+
+def test_logarithm_and_exponential_are_the_references_bit_for_bit():
+    kernels = importlib.import_module("ddtree.kernels.numba_cpu.choose_tokens")
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.random(2000), 50 * rng.random(2000), [2.0**-33, 0.7071067811865476, 1.0, 1 - 2.0**-33]])
+    assert_same(np.array([kernels.portable_log(value) for value in x]), portable_math.portable_log(x))
+    x = -np.concatenate([rng.random(2000), 28 * rng.random(2000), 708 * rng.random(2000), [0.0, 708.0]])
+    assert_same(np.array([kernels.portable_exp(value) for value in x]), portable_math.portable_exp(x))
 
 
 def test_attention_reads_only_what_is_seen():
