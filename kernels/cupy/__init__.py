@@ -23,6 +23,7 @@ __all__ = [
     "swiglu",
     "topk_log_probs",
     "tree_positions",
+    "verify_attention",
     "visibility_words",
 ]
 

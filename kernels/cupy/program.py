@@ -22,6 +22,7 @@ __all__ = [
     "empty",
     "kernel",
     "launch",
+    "multiprocessors",
     "program_source",
     "suffix_of",
 ]
@@ -43,6 +44,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "route_experts": (),
     "topk_log_probs": (),
     "tree_positions": (),
+    "verify_attention": (),
     "visibility_words": (),
 }
 """Every program, which is the name of its file, and its own options."""
@@ -108,6 +110,16 @@ def launch(
 def blocks_for(count: int, block: int) -> int:
     """Blocks of ``block`` threads for ``count`` of them."""
     return -(-count // block)
+
+
+def multiprocessors() -> int:
+    """Multiprocessors of the current device."""
+    return _multiprocessors(_cupy().cuda.runtime.getDevice())
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return int(_cupy().cuda.Device(device).attributes["MultiProcessorCount"])
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -1,0 +1,1006 @@
+// Verify attention: absorbed multi-head latent attention of tree nodes over a paged cache, split over the context.
+//
+// A row is a head of a node: row i * H + h of N * H. It attends to the keys [0, prefix_len) of its request and to keys
+// prefix_len + j of the nodes j that its node sees; the value of a key is its first C numbers, the latent.
+//
+//   q            T      (B, N, H, C + R)
+//   cache        T      (pages, S, C + R)   rows behind the last node may hold anything and are not read
+//   page_table   int32  (B, max_pages)      entries behind the last key may hold anything
+//   prefix_lens  int32  (B)
+//   words        uint32 (B, N, ceil(N / 32))  bit j % 32 of word j / 32: whether a node sees node j
+//   node_counts  int32  (B)
+//   out          T      (B, N, H, C)        written in full: zeros in the slots of no node
+//
+// Versions:
+//   1  attend_plain_T, merge_plain_T: every type and width, without tensor cores, in float32 or, of float64, float64.
+//   2  attend_T, merge_T: float16 and bfloat16 with C = 512 and R = 64, by tensor cores (mma.sync).
+//
+// Version 1. A block takes 8 rows of a request, up to 512 columns of the latent and one of `parts` equal parts of the
+// context, in tiles of 32 keys as in an online softmax: a warp works out the scores of 4 keys for all rows, then weighs
+// the tile for one row, then a thread adds up its two columns for every row. Sums of tiles are added up, rather than
+// keys: of thousands of keys, that loses far fewer bits. merge_plain_T takes an element a thread.
+//
+//   sums    float or double (B, parts, N * H, C)   weighted latents, relative to the greatest score of the part
+//   tops    float or double (B, parts, N * H)      greatest score of the part
+//   totals  float or double (B, parts, N * H)      sum of the weights
+//
+// Version 2. A block of 8 warps takes 64 rows of a request and a share of its context; one block runs on a
+// multiprocessor. How the contexts are shared out depends on the lengths, which are on the device: every block works
+// out the same schedule (see `share_of`). Keys stream through a ring of 4 tiles of 16 in shared memory. The warps form
+// two groups of 32 rows each that do not wait for each other, only for the ring, so that the exchanges of one hide
+// behind the products of the other.
+//
+//   scores   warp k of a group multiplies 16 of each 64 numbers, with its part of q in registers; the 4 partial sums
+//            are exchanged through shared memory: warp k gets the scores of rows 8 k ... 8 k + 7 of its group
+//   softmax  in the registers of that warp, relative to a maximum that may lag behind by a factor of 2^8; weights go
+//            to shared memory, rounded to T
+//   values   warp k adds up columns 128 k ... 128 k + 127 of all 32 rows of its group, in registers
+//
+// While the values of a tile are multiplied, the scores of the next one are exchanged. A block that has the whole
+// context writes `out`; otherwise it writes normalised partial results, which merge_T weighs:
+//
+//   schedule  int32   (B, 2)            shares of a request's context, and the slot of its first share
+//   parts     float16 (slots, 64, 512)  divided by `scales`; slots of a request: by tile of 64 rows, then by share
+//   stats     float   (slots, 64, 2)    greatest score in units of log 2, and sum of the weights
+//   scales    float   (slots, 64, 4)    of 128 columns each: powers of 2 that keep their numbers within float16
+#include "common.cuh"
+
+template <typename T> __device__ T as(float x);
+template <> __device__ __forceinline__ float as<float>(float x) { return x; }
+template <> __device__ __forceinline__ __half as<__half>(float x) { return __float2half_rn(x); }
+template <> __device__ __forceinline__ __nv_bfloat16 as<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <typename T> __device__ T as(double x) { return x; }
+
+// Bit k: whether a row that sees the nodes in `words` sees node first + k; keys of the prefix, k < -first, are seen.
+__device__ __forceinline__ uint32 seen_from(const uint32* words, int32 first, int32 node_count)
+{
+    const int32 word = first >> 5, last_word = (node_count - 1) >> 5;
+    const uint32 low = word < 0 ? ~0u : word <= last_word ? words[word] : 0u;
+    const uint32 high = word < -1 ? ~0u : word < last_word ? words[word + 1] : 0u;
+    const uint32 bits = __funnelshift_r(low, high, first & 31);
+    const int32 left = node_count - first;
+    return left >= 32 ? bits : left > 0 ? bits & ((1u << left) - 1) : 0u;
+}
+
+// ---------------------------------------------------------------------------------------------------------- version 1
+
+namespace plain {
+
+constexpr int32 THREADS = 256, WARPS = 8, ROWS = 8, KEYS = 32, KEYS_A_WARP = KEYS / WARPS, COLUMNS = 2 * THREADS;
+
+template <typename Real> __device__ __forceinline__ Real sum_of_warp(Real x)
+{
+    for (int32 d = 16; d > 0; d /= 2) x += __shfl_xor_sync(ALL_LANES, x, d);
+    return x;
+}
+
+template <typename Real> __device__ __forceinline__ Real max_of_warp(Real x)
+{
+    for (int32 d = 16; d > 0; d /= 2) x = fmax(x, __shfl_xor_sync(ALL_LANES, x, d));
+    return x;
+}
+
+// Grid: B * parts * column blocks * row blocks, the last fastest.
+template <typename T, typename Real>
+__device__ __forceinline__ void attend(
+    const T* q, const T* cache, const int32* page_table, const int32* prefix_lens, const uint32* words,
+    const int32* node_counts, Real* sums, Real* tops, Real* totals, Real scale, int32 N, int32 H, int32 C, int32 D,
+    int32 S, int32 max_pages, int32 parts)
+{
+    __shared__ Real weights[ROWS][KEYS], factors[ROWS];
+    __shared__ const T* keys[KEYS];
+
+    const int64 rows = int64(N) * H;
+    const int32 row_blocks = int32((rows + ROWS - 1) / ROWS), column_blocks = (C + COLUMNS - 1) / COLUMNS;
+    int64 block = blockIdx.x;
+    const int64 first_row = block % row_blocks * ROWS;
+    block /= row_blocks;
+    const int32 first_column = int32(block % column_blocks) * COLUMNS;
+    block /= column_blocks;
+    const int32 part = int32(block % parts), b = int32(block / parts);
+    const int32 t = threadIdx.x, lane = t % 32, warp = t / 32;
+
+    const int32 prefix = prefix_lens[b], count = node_counts[b];
+    const int32 context = count > 0 ? prefix + count : 0;
+    const int32 length = (context + parts - 1) / parts;  // of a part
+    const int32 begin = int32(min(int64(part) * length, int64(context))), end = min(begin + length, context);
+    const int64 used_rows = int64(count) * H;
+
+    // Rows of no node repeat the last one of a node; what they add up to is not written.
+    const T* queries[ROWS];
+    #pragma unroll
+    for (int32 r = 0; r < ROWS; ++r)
+        queries[r] = q + (int64(b) * rows + max(min(first_row + r, used_rows - 1), int64(0))) * D;
+
+    const int64 own_row = first_row + warp;  // that this warp weighs
+    const bool own_used = own_row < used_rows;
+    const uint32* own_words = words + (int64(b) * N + (own_used ? own_row / H : 0)) * ((N + 31) / 32);
+    Real own_top = Real(minus_infinity()), own_total = 0;
+    Real columns[ROWS][2] = {};
+    const int32 c0 = first_column + t, c1 = c0 + THREADS;
+
+    for (int32 start = begin; start < end && first_row < used_rows; start += KEYS) {
+        const int32 tile = min(KEYS, end - start);
+        if (t < tile) {
+            const int32 key = start + t;
+            keys[t] = cache + (int64(page_table[int64(b) * max_pages + key / S]) * S + key % S) * D;
+        }
+        // The places of the keys, to all warps; and all are through with the weights of the last tile.
+        __syncthreads();
+        Real scores[KEYS_A_WARP][ROWS] = {};
+        for (int32 d = lane; d < D; d += 32) {
+            Real x[KEYS_A_WARP];
+            #pragma unroll
+            for (int32 k = 0; k < KEYS_A_WARP; ++k) {
+                const int32 key = warp * KEYS_A_WARP + k;
+                x[k] = key < tile ? load(keys[key] + d) : Real(0);
+            }
+            #pragma unroll
+            for (int32 r = 0; r < ROWS; ++r) {
+                const Real y = load(queries[r] + d);
+                #pragma unroll
+                for (int32 k = 0; k < KEYS_A_WARP; ++k) scores[k][r] += x[k] * y;
+            }
+        }
+        #pragma unroll
+        for (int32 k = 0; k < KEYS_A_WARP; ++k)
+            #pragma unroll
+            for (int32 r = 0; r < ROWS; ++r) {
+                const Real score = scale * sum_of_warp(scores[k][r]);
+                if (lane == 0) weights[r][warp * KEYS_A_WARP + k] = score;
+            }
+        // The scores of all keys, to the warp that weighs them for a row.
+        __syncthreads();
+        const int32 key = start + lane;
+        bool seen = own_used && key < end;
+        if (seen && key >= prefix) seen = own_words[(key - prefix) / 32] >> ((key - prefix) % 32) & 1;
+        const Real score = seen ? weights[warp][lane] : Real(minus_infinity());
+        const Real top = fmax(own_top, max_of_warp(score));
+        // Where every score so far overflowed to -inf there is no top yet, and nothing weighs anything.
+        const Real weight = seen && top > Real(minus_infinity()) ? exp(score - top) : Real(0);
+        const Real factor = own_top > Real(minus_infinity()) ? exp(own_top - top) : Real(0);
+        own_total = own_total * factor + sum_of_warp(weight);
+        own_top = top;
+        weights[warp][lane] = weight;
+        if (lane == 0) factors[warp] = factor;
+        // Weights, and the factors of what was added up before, to the threads that add up columns.
+        __syncthreads();
+        Real added[ROWS][2] = {};
+        for (int32 k = 0; k < tile; ++k) {
+            // A key that no row of these sees has weight 0 in all: it may be NaN, so it is not multiplied.
+            const Real x0 = c0 < C ? load(keys[k] + c0) : Real(0), x1 = c1 < C ? load(keys[k] + c1) : Real(0);
+            #pragma unroll
+            for (int32 r = 0; r < ROWS; ++r) {
+                const Real w = weights[r][k];
+                if (w != 0) {
+                    added[r][0] += w * x0;
+                    added[r][1] += w * x1;
+                }
+            }
+        }
+        #pragma unroll
+        for (int32 r = 0; r < ROWS; ++r)
+            #pragma unroll
+            for (int32 j = 0; j < 2; ++j) columns[r][j] = columns[r][j] * factors[r] + added[r][j];
+        // All threads are through with the places of these keys.
+        __syncthreads();
+    }
+
+    const int64 slot = (int64(b) * parts + part) * rows;
+    #pragma unroll
+    for (int32 r = 0; r < ROWS; ++r) {
+        if (first_row + r >= rows) break;
+        Real* sum = sums + (slot + first_row + r) * C;
+        if (c0 < C) sum[c0] = columns[r][0];
+        if (c1 < C) sum[c1] = columns[r][1];
+    }
+    if (first_column == 0 && lane == 0 && own_row < rows) {
+        tops[slot + own_row] = own_top;
+        totals[slot + own_row] = own_total;
+    }
+}
+
+// One thread an element of `out`.
+template <typename T, typename Real>
+__device__ __forceinline__ void merge(
+    const Real* sums, const Real* tops, const Real* totals, const int32* node_counts, T* out, int64 elements, int32 N,
+    int32 H, int32 C, int32 parts)
+{
+    const int64 element = int64(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (element >= elements) return;
+    const int64 rows = int64(N) * H, c = element % C, row = element / C % rows, b = element / C / rows;
+    Real value = 0;
+    if (row / H < node_counts[b]) {
+        const int64 first = b * parts * rows + row;
+        Real top = Real(minus_infinity()), total = 0;
+        for (int32 part = 0; part < parts; ++part) top = fmax(top, tops[first + part * rows]);
+        #pragma unroll 1
+        for (int32 part = 0; part < parts; ++part) {
+            const int64 at = first + part * rows;
+            const Real factor = exp(tops[at] - top);
+            value += sums[at * C + c] * factor;
+            total += totals[at] * factor;
+        }
+        value /= total;
+    }
+    out[element] = as<T>(value);
+}
+
+}  // namespace plain
+
+#define DDTREE_PLAIN(suffix, T, Real)                                                                               \
+    extern "C" __global__ void __launch_bounds__(256) attend_plain_##suffix(                                        \
+        const T* q, const T* cache, const int32* page_table, const int32* prefix_lens, const uint32* words,         \
+        const int32* node_counts, Real* sums, Real* tops, Real* totals, Real scale, int32 N, int32 H, int32 C,      \
+        int32 D, int32 S, int32 max_pages, int32 parts)                                                             \
+    {                                                                                                               \
+        plain::attend<T, Real>(q, cache, page_table, prefix_lens, words, node_counts, sums, tops, totals, scale, N, \
+                               H, C, D, S, max_pages, parts);                                                       \
+    }                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(256) merge_plain_##suffix(                                         \
+        const Real* sums, const Real* tops, const Real* totals, const int32* node_counts, T* out, int64 elements,   \
+        int32 N, int32 H, int32 C, int32 parts)                                                                     \
+    {                                                                                                               \
+        plain::merge<T, Real>(sums, tops, totals, node_counts, out, elements, N, H, C, parts);                      \
+    }
+DDTREE_PLAIN(f16, __half, float)
+DDTREE_PLAIN(bf16, __nv_bfloat16, float)
+DDTREE_PLAIN(f32, float, float)
+DDTREE_PLAIN(f64, double, double)
+
+// ---------------------------------------------------------------------------------------------------------- version 2
+
+namespace tensor {
+
+constexpr int32 THREADS = 256, ROWS = 64, KEYS = 16, C = 512, D = 576, STAGES = 4;
+constexpr uint32 ROW_BYTES = 2 * D, STAGE_BYTES = KEYS * ROW_BYTES;
+
+// Shared memory. A row of keys or queries is 9 segments of 128 bytes, and chunk c of 16 bytes of a segment stands at
+// place c ^ (row % 8), so that the 8 rows of a matrix that ldmatrix reads lie in different banks.
+constexpr uint32 INBOX = STAGES * STAGE_BYTES;  // of each warp: partial scores of 8 rows from 3 warps of 512 bytes
+constexpr uint32 INBOX_BYTES = 2048;            // a power of 2, so that another's inbox is an exclusive or away
+constexpr uint32 WEIGHTS = INBOX + 8 * INBOX_BYTES;  // of each 16 rows: 512 bytes, in the order that mma takes them
+constexpr uint32 FACTORS = WEIGHTS + 2048;      // of each group: float [8][4], at [g][k] the factor of row 8 k + g
+constexpr uint32 INVERSES = FACTORS + 256;      // float [64]: one over the sum of a row's weights
+constexpr uint32 QUERIES = STAGE_BYTES;         // before the first scores: q, where tiles 1 to 3 and the above lie
+constexpr uint32 BARRIERS = INVERSES + 4 * ROWS;
+constexpr uint32 FULL = BARRIERS, FREE = FULL + 8 * STAGES, SCORED = FREE + 8 * STAGES, WEIGHED = SCORED + 16;
+constexpr uint32 OWN = WEIGHED + 16, SHARED = OWN + 32;
+static_assert(QUERIES + ROWS * ROW_BYTES <= BARRIERS && INBOX % (4 * INBOX_BYTES) == 0);
+
+__device__ __forceinline__ void copy_async(uint32 to, const void* from, uint32 bytes)  // 16, of which the rest are 0
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_all_but_last_copies()
+{
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_init(uint32 barrier, uint32 arrivals)
+{
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Of a warp one lane arrives, for all of them: 32 arrivals would be 32 accesses. The racecheck of compute-sanitizer
+// does not follow __syncwarp and then reports hazards; with every lane arriving it must report none.
+constexpr bool EVERY_LANE_ARRIVES = false;
+constexpr uint32 ARRIVALS = EVERY_LANE_ARRIVES ? 32 : 1;  // of a warp
+__device__ __forceinline__ void barrier_arrive(uint32 barrier, bool first_lane)
+{
+    // What the lanes of the warp have read and written is done, for the lane that arrives.
+    __syncwarp();
+    if (first_lane || EVERY_LANE_ARRIVES)
+        asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32 barrier)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ bool barrier_passed(uint32 barrier, uint32 parity)
+{
+    uint32 passed;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(passed) : "r"(barrier), "r"(parity) : "memory");
+    return passed != 0;
+}
+__device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity)
+{
+    while (!barrier_passed(barrier, parity)) {}
+}
+
+__device__ __forceinline__ void load_matrices(uint32 (&x)[4], uint32 at)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32 (&x)[4], uint32 at)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void load4(uint32 (&x)[4], uint32 at)
+{
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void load4(float (&x)[4], uint32 at)
+{
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void load2(float& x, float& y, uint32 at)
+{
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x), "=f"(y) : "r"(at) : "memory");
+}
+__device__ __forceinline__ float load1(uint32 at)
+{
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store2(uint32 at, float x, float y)
+{
+    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void store1(uint32 at, float x)
+{
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
+}
+__device__ __forceinline__ void store1(uint32 at, uint32 x)
+{
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+// Keep in a register what the compiler would otherwise work out anew in every tile.
+__device__ __forceinline__ void keep(uint32& x) { asm volatile("" : "+r"(x)); }
+// threadIdx.x, read anew where the compiler would otherwise keep it, and what follows from it, in registers.
+__device__ __forceinline__ uint32 thread_again()
+{
+    uint32 t;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+    return t;
+}
+
+__device__ __forceinline__ float exp2_of(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ uint32 pack(float low, float high, __half)
+{
+    uint32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ uint32 pack(float low, float high, __nv_bfloat16)
+{
+    uint32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ float2 unpack(uint32 pair, __half)
+{
+    float2 x;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+        : "=f"(x.x), "=f"(x.y) : "r"(pair));
+    return x;
+}
+__device__ __forceinline__ float2 unpack(uint32 pair, __nv_bfloat16)
+{
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
+}
+// c += a * b for a 16 x 16, b 16 x 8
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, __half)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, __nv_bfloat16)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+constexpr float GREATEST = 3.402823466e38f;
+constexpr float LAZY = 8.f;  // powers of 2 that a weight may grow beyond 1 before the sums are rescaled
+constexpr int32 LEAST_TILES = 4;  // of keys that are a share of a context
+
+// What a block has to do: row tile `row_tile` of a request, and key tiles [first_tile, end_tile) of it, which are one
+// of `shares` shares.
+struct Share {
+    int32 request, row_tile, shares, first_tile, end_tile, prefix, count;
+
+    __device__ __forceinline__ int32 first_row() const volatile { return row_tile * ROWS; }
+    __device__ __forceinline__ int32 used_rows(int32 H) const volatile { return min(count * H - first_row(), ROWS); }
+};
+
+// What a request has to be done, in tiles of rows and of keys.
+__device__ __forceinline__ int2 tiles_of(
+    const int32* prefix_lens, const int32* node_counts, int32 b, int32 B, int32 H)
+{
+    if (b >= B) return make_int2(0, 0);
+    const int32 count = node_counts[b];
+    if (count <= 0) return make_int2(0, 0);
+    return make_int2(int32((int64(count) * H + ROWS - 1) / ROWS), (prefix_lens[b] + count + KEYS - 1) / KEYS);
+}
+
+template <typename Integer> __device__ __forceinline__ Integer divided_up(Integer x, Integer y)
+{
+    return (x + y - 1) / y;
+}
+
+// The share of a block, worked out by a warp, a lane a request; `shares` is 0 if there is none for it.
+//
+// If the row tiles are no more than the `processors`, shares are as short as all fit at once. Otherwise they are at
+// most half of what a processor has to do, so that the longest context does not keep one busy alone. Requests that are
+// shared come first, so that the index of a block is also the slot of its result. Block 0 writes the schedule for the
+// merge.
+__device__ __forceinline__ Share share_of(
+    const int32* prefix_lens, const int32* node_counts, int2* schedule, int32 B, int32 H, int32 processors)
+{
+    const int32 lane = threadIdx.x % 32, index = blockIdx.x;
+    const bool writes = index == 0;
+    const int2 first_tiles = tiles_of(prefix_lens, node_counts, lane, B, H);  // of the first 32 requests
+    auto tiles_at = [&](int32 b) { return b < 32 ? first_tiles : tiles_of(prefix_lens, node_counts, b, B, H); };
+
+    int32 row_tiles = 0, most = 1, least = LEAST_TILES;  // least: where the processors had one request alone to do
+    uint64 work = 0;
+    for (int32 b = lane; b < B; b += 32) {
+        const int2 tiles = tiles_at(b);
+        row_tiles += tiles.x;
+        work += uint64(tiles.x) * tiles.y;
+        most = max(most, tiles.y);
+        if (tiles.x > 0 && tiles.x <= processors) least = max(least, divided_up(tiles.y, processors / tiles.x));
+    }
+    row_tiles = __reduce_add_sync(ALL_LANES, row_tiles);
+    most = __reduce_max_sync(ALL_LANES, most);
+    least = __reduce_max_sync(ALL_LANES, least);
+    work = (uint64(__reduce_add_sync(ALL_LANES, uint32(work >> 16))) << 16) +
+           __reduce_add_sync(ALL_LANES, uint32(work & 0xFFFF));
+    auto even = [&](uint32 blocks) {
+        return int32(work < 1u << 31 ? divided_up(uint32(work), blocks) : uint32(divided_up(work, uint64(blocks))));
+    };
+
+    int32 longest;
+    if (row_tiles <= processors) {
+        auto fits = [&](int32 length) {
+            int32 blocks = 0;
+            for (int32 b = lane; b < B; b += 32) blocks += tiles_at(b).x * divided_up(tiles_at(b).y, length);
+            return __reduce_add_sync(ALL_LANES, blocks) <= processors;
+        };
+        longest = max(least, even(processors));
+        int32 enough = max(longest, most);
+        if (fits(longest)) enough = longest;
+        while (longest < enough) {
+            const int32 middle = (longest + enough) / 2;
+            if (fits(middle)) enough = middle;
+            else longest = middle + 1;
+        }
+    } else {
+        longest = max(LEAST_TILES, even(2 * processors));
+    }
+
+    Share found = {};
+    int32 before = 0;  // blocks of the requests that were gone through
+    for (int32 whole = 0; whole < 2; ++whole)
+        for (int32 first = 0; first < B && (writes || found.shares == 0); first += 32) {
+            const int2 tiles = tiles_at(first + lane);
+            const int32 shares = divided_up(tiles.y, longest);
+            const bool counts = (shares <= 1) == (whole == 1);
+            const int32 own = counts ? tiles.x * shares : 0;
+            if (!__any_sync(ALL_LANES, counts)) continue;
+            int32 end = own;
+            for (int32 d = 1; d < 32; d *= 2) {
+                const int32 lower = __shfl_up_sync(ALL_LANES, end, d);
+                if (lane >= d) end += lower;
+            }
+            const int32 begin = before + end - own;
+            if (writes && counts && first + lane < B) schedule[first + lane] = make_int2(shares, begin);
+            const uint32 owner = __ballot_sync(ALL_LANES, index >= begin && index < begin + own);
+            if (owner != 0) {
+                const int32 from = __ffs(owner) - 1;
+                found.request = first + from;
+                found.shares = __shfl_sync(ALL_LANES, shares, from);
+                const int32 within = index - __shfl_sync(ALL_LANES, begin, from);
+                found.row_tile = within / found.shares;
+                const int32 share = within % found.shares, key_tiles = __shfl_sync(ALL_LANES, tiles.y, from);
+                const int32 length = key_tiles / found.shares, left = key_tiles % found.shares;
+                found.first_tile = share * length + min(share, left);
+                found.end_tile = found.first_tile + length + (share < left);
+            }
+            before += __shfl_sync(ALL_LANES, end, 31);
+        }
+    if (found.shares > 0) {
+        found.prefix = prefix_lens[found.request];
+        found.count = node_counts[found.request];
+    }
+    return found;
+}
+
+template <bool value> struct Bool {
+    static constexpr bool is = value;
+};
+
+// Write what a block has added up: through shared memory, 8 KB a warp, so that whole lines are written.
+template <typename T>
+__device__ __forceinline__ void store_result(
+    const float (&sums)[2][16][4], float top, float total, const volatile Share& own, uint32 base, __half* parts,
+    float2* stats, float* scales, T* out, int32 N, int32 H)
+{
+    const int32 t = thread_again(), lane = t % 32, g = lane / 4, quad = t % 4;
+    const int32 warp = t / 32, group = warp / 4, member = warp % 4;
+    const bool shared_out = own.shares > 1;
+    const int64 slot = blockIdx.x;
+    const int32 used_rows = own.used_rows(H);
+    total += __shfl_xor_sync(ALL_LANES, total, 1);
+    total += __shfl_xor_sync(ALL_LANES, total, 2);
+    if (quad == 0) {
+        const int32 row = group * 32 + member * 8 + g;
+        store1(base + INVERSES + 4 * row, total == 0.f ? 0.f : __fdividef(1.f, total));
+        if (shared_out) stats[slot * ROWS + row] = make_float2(top, total);
+    }
+    // The factors that normalise the rows, to all warps; and all are through with the keys, whose place results take.
+    __syncthreads();
+    const uint32 staged = base + warp * 8192;
+    #pragma unroll
+    for (int32 octet = 0; octet < 4; ++octet) {
+        const int32 row = octet * 8 + g;
+        float inverse = load1(base + INVERSES + 4 * (group * 32 + row));
+        float size = 0.f;
+        #pragma unroll
+        for (int32 j = 0; j < 16; ++j)
+            #pragma unroll
+            for (int32 e = 0; e < 2; ++e) size = fmaxf(size, fabsf(sums[octet / 2][j][octet % 2 * 2 + e]));
+        if (shared_out) {
+            size = fmaxf(size, __shfl_xor_sync(ALL_LANES, size, 1));
+            size = fmaxf(size, __shfl_xor_sync(ALL_LANES, size, 2));
+            // The exponent of the greatest number, as a power of 2 whose inverse is a normal number too.
+            const uint32 exponent = min(max(__float_as_uint(size * inverse) >> 23, 1u), 253u);
+            inverse *= __uint_as_float((254 - exponent) << 23);
+            if (quad == 0) scales[(slot * ROWS + group * 32 + row) * 4 + member] = __uint_as_float(exponent << 23);
+        }
+        #pragma unroll
+        for (int32 j = 0; j < 16; ++j) {
+            const float x = sums[octet / 2][j][octet % 2 * 2] * inverse;
+            const float y = sums[octet / 2][j][octet % 2 * 2 + 1] * inverse;
+            // Column block j is of 8 columns: block j % 2 of the 16 that are number j / 4 of segment j / 2 % 2.
+            const int32 chunk = j / 2 % 2 * 8 + j / 4 * 2 + j % 2;
+            store1(staged + row * 256 + ((chunk ^ g) << 4) + quad * 4,
+                   shared_out ? pack(x, y, __half()) : pack(x, y, T()));
+        }
+    }
+    // What a lane has staged, to the other lanes of the warp.
+    __syncwarp();
+    char* to = shared_out ? reinterpret_cast<char*>(parts + slot * ROWS * C)
+                          : reinterpret_cast<char*>(out + (int64(own.request) * N * H + own.first_row()) * C);
+    #pragma unroll
+    for (int32 i = 0; i < 16; ++i) {
+        const int32 row = i * 2 + lane / 16, chunk = lane % 16, row_of_block = group * 32 + row;
+        uint32 x[4];
+        load4(x, staged + row * 256 + ((chunk ^ row % 8) << 4));
+        if (shared_out || row_of_block < used_rows) {
+            char* place = to + row_of_block * (2 * C) + member * 256 + chunk * 16;
+            *reinterpret_cast<uint4*>(place) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+    }
+}
+
+// Grid: as many blocks as there can be shares.
+template <typename T>
+__device__ __forceinline__ void attend(
+    const T* __restrict__ q, const T* __restrict__ cache, const int32* __restrict__ page_table,
+    const int32* __restrict__ prefix_lens, const uint32* __restrict__ words, const int32* __restrict__ node_counts,
+    int2* __restrict__ schedule, __half* __restrict__ parts, float2* __restrict__ stats, float* __restrict__ scales,
+    T* __restrict__ out, float scale, int32 B, int32 N, int32 H, int32 S, int32 step_pages, int32 step_rows,
+    int32 max_pages, int32 processors)
+{
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const uint32 base = uint32(__cvta_generic_to_shared(shared));
+    const int32 t = threadIdx.x, lane = t % 32;
+    const int32 warp = __shfl_sync(ALL_LANES, t / 32, 0);  // the compiler then knows that it is the same in all lanes
+    const int32 group = warp / 4, member = warp % 4, g = lane / 4, quad = lane % 4;
+    const bool first_lane = lane == 0;
+    const uint32 scored = base + SCORED + 8 * group, weighed = base + WEIGHED + 8 * group;
+
+    // Read anew where it is needed: registers are scarce.
+    volatile Share& own = *reinterpret_cast<Share*>(shared + OWN);
+    if (warp == 0) {
+        const Share found = share_of(prefix_lens, node_counts, schedule, B, H, processors);
+        if (lane == 0) {
+            for (int32 stage = 0; stage < STAGES; ++stage) {
+                barrier_init(base + FULL + 8 * stage, THREADS);
+                barrier_init(base + FREE + 8 * stage, 8 * ARRIVALS);
+            }
+            for (int32 i = 0; i < 2; ++i) {
+                barrier_init(base + SCORED + 8 * i, 4 * ARRIVALS);
+                barrier_init(base + WEIGHED + 8 * i, 4 * ARRIVALS);
+            }
+            own.request = found.request, own.row_tile = found.row_tile, own.shares = found.shares;
+            own.first_tile = found.first_tile, own.end_tile = found.end_tile;
+            own.prefix = found.prefix, own.count = found.count;
+        }
+    }
+    // The block's share and the barriers, from one thread to all.
+    __syncthreads();
+    if (own.shares == 0) return;
+
+    // Copies: 16 threads a row of 72 chunks. Rows behind the end become zeros, and nothing is read for them.
+    const int32 copied_row = 2 * warp + lane / 16;
+    uint32 copy_to = base + copied_row * ROW_BYTES + lane / 8 % 2 * 128 + ((lane % 8 ^ copied_row % 8) << 4);
+    auto copy_row = [&](uint32 to, const void* from, bool used) {
+        const uint32 bytes = used ? 16 : 0;
+        #pragma unroll
+        for (int32 i = 0; i < 4; ++i) copy_async(to + i * 256, static_cast<const char*>(from) + i * 256, bytes);
+        if (lane % 16 < 8) copy_async(to + 1024, static_cast<const char*>(from) + 1024, bytes);
+    };
+
+    {
+        const int32 used_rows = own.used_rows(H);
+        const T* first = q + (int64(own.request) * N * H + own.first_row()) * D + lane % 16 * 8;
+        #pragma unroll
+        for (int32 i = 0; i < ROWS / 16; ++i) {
+            const int32 row = i * 16 + copied_row;
+            copy_row(copy_to + QUERIES + i * 16 * ROW_BYTES, first + (row < used_rows ? row : 0) * D, row < used_rows);
+        }
+        commit_copies();
+    }
+
+    // Where this thread's row of the next tile to be copied is. A row that is not used keeps a page that was.
+    int32 rows_left, entry, page_row, page = 0;  // up to the end, if above 0; in page_table; in the page; and the page
+    {
+        const int32 key = own.first_tile * KEYS + copied_row;
+        rows_left = min(own.prefix + own.count, own.end_tile * KEYS) - key;
+        entry = own.request * max_pages + uint32(key) / uint32(S);
+        page_row = uint32(key) % uint32(S);
+        if (rows_left > 0) page = __ldg(page_table + entry);
+    }
+    auto place = [&] {
+        return cache + (uint64(uint32(page)) * uint32(S) + uint32(page_row)) * D + thread_again() % 16 * 8;
+    };
+    auto advance = [&] {
+        rows_left -= KEYS, entry += step_pages, page_row += step_rows;
+        if (page_row >= S) page_row -= S, ++entry;
+        if (rows_left > 0) page = __ldg(page_table + entry);
+    };
+    auto copy_tile = [&](uint32 stage) {
+        copy_row(copy_to + stage * STAGE_BYTES, place(), rows_left > 0);
+        barrier_arrive_after_copies(base + FULL + 8 * stage);
+        advance();
+    };
+
+    copy_tile(0);
+    commit_copies();
+    const T *place1 = place(), *place2;
+    const bool used1 = rows_left > 0;
+    advance();
+    place2 = place();
+    const bool used2 = rows_left > 0;
+    advance();
+    wait_for_all_but_last_copies();
+    // The queries, copied by all threads, to all.
+    __syncthreads();
+
+    // Octets of 8 rows stand at places p ^ member, so that the octet which a warp keeps is at place 0 in every warp.
+    uint32 queries[9][2][4];
+    {
+        const int32 row = group * 32 + ((lane / 8 % 2 ^ member) << 3) + lane % 8;
+        const uint32 at = base + QUERIES + row * ROW_BYTES + ((2 * member + lane / 16 ^ lane % 8) << 4);
+        const uint32 other = at + (member & 2 ? -16 : 16) * int32(ROW_BYTES);
+        #pragma unroll
+        for (int32 k = 0; k < 9; ++k) {
+            load_matrices(queries[k][0], at + k * 128);
+            load_matrices(queries[k][1], other + k * 128);
+        }
+    }
+    // All warps have their queries, and keys may take their place.
+    __syncthreads();
+    copy_row(copy_to + STAGE_BYTES, place1, used1);
+    barrier_arrive_after_copies(base + FULL + 8);
+    copy_row(copy_to + 2 * STAGE_BYTES, place2, used2);
+    barrier_arrive_after_copies(base + FULL + 16);
+
+    float sums[2][16][4] = {};  // of 16 rows and 8 columns each: number 2 j + n is block n of those of load_values(j)
+    // Of row 8 * member + lane / 4 of the group. A maximum that begins finite makes no NaN of scores that are -inf.
+    float top = -GREATEST, total = 0.f;
+
+    const int32 matrix_key = lane % 8 + lane / 16 * 8;
+    uint32 keys_at = base + matrix_key * ROW_BYTES + ((2 * member + lane / 8 % 2 ^ matrix_key % 8) << 4);
+    uint32 values_at = base + lane % 16 * ROW_BYTES + member * 256 + ((lane / 16 ^ lane % 8) << 4);
+    uint32 inbox = INBOX + warp * INBOX_BYTES + lane * 8;  // from base
+    uint32 weights_from = base + WEIGHTS + group * 1024 + lane * 16;
+    keep(copy_to), keep(keys_at), keep(values_at), keep(inbox), keep(weights_from);
+
+    float scores[2][2][4];
+    auto multiply_queries = [&](uint32 stage) {
+        #pragma unroll
+        for (int32 i = 0; i < 2; ++i)
+            #pragma unroll
+            for (int32 n = 0; n < 2; ++n)
+                #pragma unroll
+                for (int32 e = 0; e < 4; ++e) scores[i][n][e] = 0.f;
+        const uint32 at = keys_at + stage * STAGE_BYTES;
+        uint32 x[3][4];
+        load_matrices(x[0], at);
+        load_matrices(x[1], at + 128);
+        #pragma unroll
+        for (int32 k = 0; k < 9; ++k) {
+            if (k < 7) load_matrices(x[(k + 2) % 3], at + (k + 2) * 128);
+            #pragma unroll
+            for (int32 i = 0; i < 2; ++i)
+                #pragma unroll
+                for (int32 n = 0; n < 2; ++n)
+                    multiply(scores[i][n], queries[k][i], x[k % 3][2 * n], x[k % 3][2 * n + 1], T());
+        }
+    };
+    auto send_partial_scores = [&] {
+        #pragma unroll
+        for (int32 p = 1; p < 4; ++p) {
+            const uint32 to = base + (inbox ^ p * INBOX_BYTES) + (p - 1) * 512;  // of member ^ p
+            #pragma unroll
+            for (int32 n = 0; n < 2; ++n)
+                store2(to + n * 256, scores[p / 2][n][p % 2 * 2], scores[p / 2][n][p % 2 * 2 + 1]);
+        }
+    };
+    float other[2][4], score[4];  // of keys 2 quad, 2 quad + 1, and 8 more, of this thread's row
+    auto receive_partial_score = [&](int32 p) {
+        #pragma unroll
+        for (int32 n = 0; n < 2; ++n)
+            load2(other[p % 2][2 * n], other[p % 2][2 * n + 1], base + inbox + p * 512 + n * 256);
+    };
+    auto add_partial_score = [&](int32 p) {
+        #pragma unroll
+        for (int32 e = 0; e < 4; ++e) score[e] = (p == 0 ? scores[0][e / 2][e % 2] : score[e]) + other[p % 2][e];
+    };
+    auto finish_score = [&](auto masked, uint32 seen) {
+        if (masked.is) seen >>= 2 * (thread_again() % 4);
+        #pragma unroll
+        for (int32 e = 0; e < 4; ++e) {
+            score[e] *= scale;
+            if (masked.is && !(seen & 1u << (e / 2 * 8 + e % 2))) score[e] = minus_infinity();
+        }
+    };
+    float tile_top;
+    auto max_of_pairs = [&] {
+        tile_top = fmaxf(fmaxf(score[0], score[1]), fmaxf(score[2], score[3]));
+        tile_top = fmaxf(tile_top, __shfl_xor_sync(ALL_LANES, tile_top, 1));
+    };
+    auto max_of_row = [&] { tile_top = fmaxf(tile_top, __shfl_xor_sync(ALL_LANES, tile_top, 2)); };
+    auto send_weights = [&] {
+        const float new_top = tile_top > top + LAZY ? tile_top : top, factor = exp2_of(top - new_top);
+        top = new_top;
+        const uint32 low = pack(exp2_of(score[0] - top), exp2_of(score[1] - top), T());
+        const uint32 high = pack(exp2_of(score[2] - top), exp2_of(score[3] - top), T());
+        const uint32 t = thread_again(), member = t / 32 % 4;
+        const uint32 to = weights_from + member / 2 * 512 + member % 2 * 4;
+        store1(to, low);
+        store1(to + 8, high);
+        if (t % 4 == 0) store1(base + FACTORS + t / 128 * 128 + t % 32 * 4 + member * 4, factor);
+        const float2 x = unpack(low, T()), y = unpack(high, T());
+        total = total * factor + ((x.x + x.y) + (y.x + y.y));
+        barrier_arrive(weighed, first_lane);
+    };
+    // Rescale the sums of those octets of rows whose maximum has grown.
+    auto rescale = [&](const float (&factors)[4]) {
+        const float least = fminf(fminf(factors[0], factors[1]), fminf(factors[2], factors[3]));
+        if (!__any_sync(ALL_LANES, least != 1.f)) return;
+        #pragma unroll
+        for (int32 octet = 0; octet < 4; ++octet)
+            if (__any_sync(ALL_LANES, factors[octet] != 1.f)) {
+                #pragma unroll
+                for (int32 j = 0; j < 16; ++j) {
+                    sums[octet / 2][j][octet % 2 * 2] *= factors[octet];
+                    sums[octet / 2][j][octet % 2 * 2 + 1] *= factors[octet];
+                }
+            }
+    };
+    uint32 weights[2][4], values[2][4];
+    auto load_weights = [&](float (&factors)[4]) {
+        load4(factors, base + FACTORS + thread_again() / 128 * 128 + thread_again() % 32 / 4 * 16);
+        #pragma unroll
+        for (int32 i = 0; i < 2; ++i) load4(weights[i], weights_from + i * 512);
+    };
+    // Columns 16 (j / 2) ... of segment j % 2 of this warp's two.
+    auto load_values = [&](uint32 stage_at, int32 j) {
+        load_transposed(values[j % 2], (stage_at ^ (j / 2 << 5)) + j % 2 * 128);
+    };
+    auto multiply_values = [&](int32 j) {
+        #pragma unroll
+        for (int32 i = 0; i < 2; ++i)
+            #pragma unroll
+            for (int32 n = 0; n < 2; ++n)
+                multiply(sums[i][2 * j + n], weights[i], values[j % 2][2 * n], values[j % 2][2 * n + 1], T());
+    };
+
+    // Which keys of a tile this thread's row sees.
+    auto seen_in = [&](int32 tile) {
+        const int32 row = own.first_row() + thread_again() / 4;
+        const int32 count = own.count, node = min(row, count * H - 1) / H;
+        return seen_from(words + (int64(own.request) * N + node) * ((N + 31) / 32), tile * KEYS - own.prefix, count);
+    };
+
+    barrier_wait(base + FULL, 0);
+    multiply_queries(0);
+    send_partial_scores();
+    barrier_arrive(scored, first_lane);
+    barrier_wait(scored, 0);
+    #pragma unroll
+    for (int32 p = 0; p < 3; ++p) {
+        receive_partial_score(p);
+        add_partial_score(p);
+    }
+    finish_score(Bool<true>(), seen_in(own.first_tile));
+    max_of_pairs();
+    max_of_row();
+    send_weights();
+
+    uint32 n = 1;  // tiles whose scores were worked out
+    bool here = barrier_passed(base + FULL + 8, 0);
+    auto step = [&](auto masked, int32 tile) {
+        const uint32 stage = n % STAGES, values_stage = (n - 1) % STAGES, parity = n / STAGES & 1, turn = (n - 1) & 1;
+        uint32 seen = 0;
+        if (masked.is) seen = seen_in(tile);
+        if (!here) barrier_wait(base + FULL + 8 * stage, parity);
+        multiply_queries(stage);
+        // The weights of the tile before are there, and its partial scores have been read.
+        barrier_wait(weighed, turn);
+        send_partial_scores();
+        float factors[4];
+        load_weights(factors);
+        barrier_arrive(scored, first_lane);
+        const uint32 values_from = values_at + values_stage * STAGE_BYTES;
+        load_values(values_from, 0);
+        rescale(factors);
+        #pragma unroll
+        for (int32 j = 0; j < 8; ++j) {
+            if (j < 7) load_values(values_from, j + 1);
+            multiply_values(j);
+            if (j == 1) {
+                // Both groups are through with the tile that lay where the one after next is to be.
+                barrier_wait(base + FREE + 8 * ((n + 2) % STAGES), (n + 2) / STAGES & 1 ^ 1);
+                copy_tile((n + 2) % STAGES);
+            }
+            // The partial scores of all warps of the group are there, and all have read the weights.
+            if (j == 3) barrier_wait(scored, turn ^ 1);
+            if (j >= 3 && j < 6) receive_partial_score(j - 3);
+            if (j >= 4 && j < 7) add_partial_score(j - 4);
+            if (j == 6) {
+                finish_score(masked, seen);
+                max_of_pairs();
+            }
+        }
+        max_of_row();
+        barrier_arrive(base + FREE + 8 * values_stage, first_lane);
+        ++n;
+        here = barrier_passed(base + FULL + 8 * (n % STAGES), n / STAGES & 1);
+        send_weights();
+    };
+    // Tiles that lie wholly in the prefix are seen by all.
+    #pragma unroll 1
+    for (int32 left = min(own.prefix / KEYS, own.end_tile) - own.first_tile - 1; left > 0; --left)
+        step(Bool<false>(), 0);
+    #pragma unroll 1
+    for (int32 tile = own.first_tile + n; tile < own.end_tile; ++tile) step(Bool<true>(), tile);
+    barrier_wait(weighed, n - 1 & 1);
+    {
+        float factors[4];
+        load_weights(factors);
+        rescale(factors);
+        const uint32 values_from = values_at + (n - 1) % STAGES * STAGE_BYTES;
+        #pragma unroll
+        for (int32 j = 0; j < 8; ++j) {
+            load_values(values_from, j);
+            multiply_values(j);
+        }
+    }
+    wait_for_all_copies();
+
+    store_result(sums, top, total, own, base, parts, stats, scales, out, N, H);
+}
+
+// A block takes 2048 / `split` consecutive columns of the rows of a request, a thread 8, and `split` (1, 4 or 16)
+// groups of threads weigh the shares in turn. Rows of no node become zeros; those that one block has worked out
+// entirely are in `out` already.
+template <typename T>
+__device__ __forceinline__ void merge(
+    const __half* __restrict__ parts, const float2* __restrict__ stats, const float* __restrict__ scales,
+    const int2* __restrict__ schedule, const int32* __restrict__ node_counts, T* __restrict__ out, int32 rows, int32 H,
+    int32 split, int32 blocks_a_request)
+{
+    __shared__ float gathered[THREADS][9];
+    constexpr int32 AT_ONCE = 4;
+    const int32 b = blockIdx.x / blocks_a_request, block = blockIdx.x % blocks_a_request, t = threadIdx.x;
+    const int32 wide = THREADS / split, place = block * wide + t % wide, first_share = t / wide;
+    const int32 row = place / (C / 8), chunk = place % (C / 8);
+    const int2 plan = schedule[b];
+    const int32 count = node_counts[b], shares = plan.x;
+    if (row >= rows) return;
+    T* to = out + (int64(b) * rows + row) * C;
+    if (row / H >= count) {
+        if (first_share == 0) reinterpret_cast<uint4*>(to)[chunk] = make_uint4(0, 0, 0, 0);
+        return;
+    }
+    if (shares == 1) return;
+    const int64 first = (int64(plan.y) + row / ROWS * shares) * ROWS + row % ROWS;  // the row in the first share's slot
+
+    float top = -GREATEST, total = 0.f, sum[8] = {};
+    float2 stat[AT_ONCE];
+    uint4 part[AT_ONCE];
+    float scale[AT_ONCE];
+    auto fetch = [&](int32 share) {
+        #pragma unroll
+        for (int32 i = 0; i < AT_ONCE; ++i) {
+            const int64 at = first + (share + i * split) * ROWS;
+            const bool is = share + i * split < shares;
+            stat[i] = is ? stats[at] : make_float2(-GREATEST, 0.f);
+            part[i] = is ? reinterpret_cast<const uint4*>(parts + at * C)[chunk] : make_uint4(0, 0, 0, 0);
+            scale[i] = is ? scales[at * 4 + chunk / 16] : 0.f;
+        }
+    };
+    fetch(first_share);
+    for (int32 share = t % 32; share < shares; share += 32) top = fmaxf(top, stats[first + share * ROWS].x);
+    #pragma unroll
+    for (int32 d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, d));
+    #pragma unroll 1
+    for (int32 share = first_share; share < shares; share += AT_ONCE * split) {
+        if (share != first_share) fetch(share);
+        #pragma unroll
+        for (int32 i = 0; i < AT_ONCE; ++i) {
+            const float weight = stat[i].y * exp2_of(stat[i].x - top), factor = weight * scale[i];
+            const uint32 pairs[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
+            total += weight;
+            #pragma unroll
+            for (int32 e = 0; e < 4; ++e) {
+                const float2 pair = unpack(pairs[e], __half());
+                sum[2 * e] += factor * pair.x;
+                sum[2 * e + 1] += factor * pair.y;
+            }
+        }
+    }
+    if (split > 1) {
+        #pragma unroll
+        for (int32 e = 0; e < 8; ++e) gathered[t][e] = sum[e];
+        gathered[t][8] = total;
+        // The sums of the groups of threads, to the first group.
+        __syncthreads();
+        if (first_share > 0) return;
+        #pragma unroll 1
+        for (int32 i = 1; i < split; ++i) {
+            #pragma unroll
+            for (int32 e = 0; e < 8; ++e) sum[e] += gathered[i * wide + t][e];
+            total += gathered[i * wide + t][8];
+        }
+    }
+    const float inverse = __fdividef(1.f, total);
+    #pragma unroll
+    for (int32 e = 0; e < 8; ++e) sum[e] *= inverse;
+    reinterpret_cast<uint4*>(to)[chunk] = make_uint4(
+        pack(sum[0], sum[1], T()), pack(sum[2], sum[3], T()), pack(sum[4], sum[5], T()), pack(sum[6], sum[7], T()));
+}
+
+}  // namespace tensor
+
+#define DDTREE_TENSOR(suffix, T)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(256, 1) attend_##suffix(                                           \
+        const T* q, const T* cache, const int32* page_table, const int32* prefix_lens, const uint32* words,         \
+        const int32* node_counts, int2* schedule, __half* parts, float2* stats, float* scales, T* out, float scale, \
+        int32 B, int32 N, int32 H, int32 S, int32 step_pages, int32 step_rows, int32 max_pages, int32 processors)   \
+    {                                                                                                               \
+        tensor::attend<T>(q, cache, page_table, prefix_lens, words, node_counts, schedule, parts, stats, scales,    \
+                          out, scale, B, N, H, S, step_pages, step_rows, max_pages, processors);                    \
+    }                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(256, 4) merge_##suffix(                                            \
+        const __half* parts, const float2* stats, const float* scales, const int2* schedule,                        \
+        const int32* node_counts, T* out, int32 rows, int32 H, int32 split, int32 blocks_a_request)                 \
+    {                                                                                                               \
+        tensor::merge<T>(parts, stats, scales, schedule, node_counts, out, rows, H, split,                          \
+                         blocks_a_request);                                                                         \
+    }
+DDTREE_TENSOR(f16, __half)
+DDTREE_TENSOR(bf16, __nv_bfloat16)
+DDTREE_SHARED(attend_f16, tensor::SHARED);
+DDTREE_SHARED(attend_bf16, tensor::SHARED);

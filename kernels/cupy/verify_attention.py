@@ -1,0 +1,120 @@
+"""Launch of ``verify_attention.cu``."""
+
+from typing import Any
+
+import numpy as np
+
+from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, multiprocessors, suffix_of
+from ddtree.trees import DraftTree
+
+__all__ = ["verify_attention"]
+
+THREADS = 256
+
+# version 1
+PLAIN_ROWS, PLAIN_COLUMNS = 8, 512  # of a block
+PLAIN_KEYS_A_PART = 256
+"""At least so many keys are a part of the context."""
+PLAIN_BLOCKS_A_PROCESSOR = 8
+"""Where so many blocks have work, the context is not split further."""
+
+# version 2
+ROWS, KEYS, LATENT, ROTATED = 64, 16, 512, 64
+SHARED = 92_800
+"""Bytes of shared memory a block, as the source states them."""
+GREATEST = float(np.finfo(np.float32).max)
+
+
+def verify_attention(
+    q: Any,
+    kv_cache: Any,
+    page_table: Any,
+    prefix_lens: Any,
+    tree: DraftTree,
+    *,
+    scale: float,
+    kv_lora_rank: int,
+    out: Any = None,
+    version: int | None = None,
+) -> Any:
+    """Each node attends to the prefix and to the nodes it sees. See :func:`ddtree.verify_attention`.
+
+    ``version`` is 1 for the kernel that takes every type and width, 2 for that of the tensor cores, and by default the
+    fastest that takes these arrays.
+    """
+    B, N, H, _ = q.shape
+    result = empty((B, N, H, kv_lora_rank), q.dtype) if out is None else out
+    if result.size == 0:
+        return result
+    arrays = (
+        *(contiguous(q), contiguous(kv_cache), contiguous(page_table, np.int32), contiguous(prefix_lens, np.int32)),
+        *(contiguous(tree.visibility_words, np.uint32), contiguous(tree.node_counts, np.int32)),
+    )
+    if version is None:
+        version = 2 if _fit_tensor_cores(*arrays[:3], result) else 1
+    {1: _launch_plain, 2: _launch_tensor}[version](arrays, result, scale)
+    return result
+
+
+def _fit_tensor_cores(q: Any, kv_cache: Any, page_table: Any, out: Any) -> bool:
+    """Whether version 2 takes them: its types and widths, copies of 16 bytes, and 32-bit places in the table."""
+    return (
+        suffix_of(q) in ("f16", "bf16")
+        and (out.shape[-1], q.shape[-1]) == (LATENT, LATENT + ROTATED)
+        and all(array.data.ptr % 16 == 0 for array in (q, kv_cache, out))
+        and page_table.size < 2**31
+    )
+
+
+def _launch_plain(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
+    q, kv_cache, page_table, *_, node_counts = arrays
+    B, N, H, D = q.shape
+    C, S, max_pages = out.shape[-1], kv_cache.shape[1], page_table.shape[1]
+    suffix = suffix_of(q)
+    real = np.float64 if suffix == "f64" else np.float32
+    blocks = B * blocks_for(N * H, PLAIN_ROWS) * blocks_for(C, PLAIN_COLUMNS)
+    # Lengths are on the device; the table's width says how long a context can be.
+    enough = PLAIN_BLOCKS_A_PROCESSOR * multiprocessors() // blocks
+    parts = max(1, min(max_pages * S // PLAIN_KEYS_A_PART, enough))
+    sums = empty((B, parts, N * H, C), real)
+    tops, totals = empty((B, parts, N * H), real), empty((B, parts, N * H), real)
+    launch(
+        *("verify_attention", f"attend_plain_{suffix}", blocks * parts, THREADS),
+        *(*arrays, sums, tops, totals, real(scale)),
+        *(np.int32(size) for size in (N, H, C, D, S, max_pages, parts)),
+    )
+    launch(
+        *("verify_attention", f"merge_plain_{suffix}", blocks_for(out.size, THREADS), THREADS),
+        *(sums, tops, totals, node_counts, out, np.int64(out.size)),
+        *(np.int32(size) for size in (N, H, C, parts)),
+    )
+
+
+def _launch_tensor(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
+    q, kv_cache, page_table, *_, node_counts = arrays
+    B, N, H, _ = q.shape
+    S, max_pages = kv_cache.shape[1], page_table.shape[1]
+    suffix, processors = suffix_of(q), multiprocessors()
+    # As many shares as the schedule can make of contexts of any lengths; see `share_of`.
+    row_tiles = B * blocks_for(N * H, ROWS)
+    blocks, slots = (
+        (processors, processors) if row_tiles <= processors else (row_tiles + 2 * processors, 4 * processors)
+    )
+    schedule = empty((B, 2), np.int32)
+    parts = empty((slots, ROWS, LATENT), np.float16)
+    stats, scales = empty((slots, ROWS, 2), np.float32), empty((slots, ROWS, 4), np.float32)
+    launch(
+        *("verify_attention", f"attend_{suffix}", blocks, THREADS, *arrays, schedule, parts, stats, scales, out),
+        np.float32(np.clip(scale * np.log2(np.e), -GREATEST, GREATEST)),
+        *(np.int32(size) for size in (B, N, H, S, KEYS // S, KEYS % S, max_pages, processors)),
+        shared=SHARED,
+    )
+    rows = N * H
+    # So many groups of threads share the work of a row that each multiprocessor has up to 4 blocks to do.
+    split = next(split for split in (16, 4, 1) if split == 1 or B * rows * split <= 16 * processors)
+    blocks_a_request = blocks_for(rows * split, 4)
+    launch(
+        *("verify_attention", f"merge_{suffix}", B * blocks_a_request, THREADS),
+        *(parts, stats, scales, schedule, node_counts, out),
+        *(np.int32(size) for size in (rows, H, split, blocks_a_request)),
+    )
