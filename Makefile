@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # engine and the model, whose rounds it is too slow for
 OPS := accept_tree,build_tree,choose_tokens,compact_cache,topk_log_probs,tree_positions,verify_attention,visibility_words
 SIMULATOR = NUMBA_ENABLE_CUDASIM=1 DDTREE_PROFILE=simulator OPENBLAS_NUM_THREADS=1 \
-  $(BIN)/python -m pytest -n auto -m "not large" --ddtree-backend numba_cuda --ddtree-ops $(OPS)
+  $(BIN)/python -m pytest -n auto -m "not large" --ddtree-backend numba_cuda --ddtree-ops $(OPS) --ddtree-at-least 2000
 
 .PHONY: demo test lint bench clean
 
@@ -18,7 +18,7 @@ demo: $(STAMP)
 
 # one BLAS thread a process: the test processes keep the cores busy already
 test: $(STAMP)
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --ddtree-at-least 50000
 	$(SIMULATOR)
 
 lint: $(STAMP)

@@ -84,9 +84,10 @@ def raises(depths, prefix_lens):
 
 
 def writes_into_its_input(depths, prefix_lens):
+    positions = reference.tree_positions(depths, prefix_lens)
     depths.flags.writeable = True
     depths += prefix_lens[:, None]
-    return depths
+    return positions
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ SMALLEST = {
     "exception": ("tree_positions", raises, r"raised RuntimeError: no kernel image$",
                   lambda given: given["depths"].size == 0),
     "write": ("tree_positions", writes_into_its_input, r"tree_positions\[planted_\d+\] wrote into depths$",
-              lambda given: given["depths"].shape == (1, 1) and given["prefix_lens"].tolist() == [1]),
+              lambda given: given["depths"].size <= 2 and given["prefix_lens"].sum() == 1),
     "type": ("visibility_words", lambda p, c: reference.visibility_words(p, c).astype(np.int64),
              r"result is of type int64, should be uint32", lambda given: given["parents"].size == 0),
     "no array": ("visibility_words", lambda p, c: None, r"the result cannot be compared: it is a NoneType",

@@ -22,7 +22,7 @@ Run = Callable[..., Result]
 
 def wrong_words(parents: Any, node_counts: Any) -> Any:
     words = reference.visibility_words(parents, node_counts)
-    words[..., -1] &= 3  # what a node sees beyond the second is lost
+    words[..., 0] &= 3  # what a node sees beyond the second is lost
     return words
 
 

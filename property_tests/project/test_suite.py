@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_a_backend_with_some_operations_gets_their_laws_and_is_told_what_was_not
     )
     assert status == 0, output
     told = summary(output)
-    assert re.search(r"^mine  tree_positions: of 3 laws 3 hold; 11 calls$", told, re.M), told
+    assert re.search(r"^mine  tree_positions: of 3 laws 3 hold; 7 examples, 11 calls$", told, re.M), told
     # a property has the examples that were asked for, and a table its rows
     assert re.search(r"^ +7  position is the prefix and the steps from the root$", told, re.M)
     assert re.search(r"^ +3  roots stand at the prefix$", told, re.M)
@@ -96,7 +97,11 @@ def test_a_failure_is_kept_and_its_message_says_where_and_how_to_see_it_again(fo
     assert case.arguments["node_counts"].tolist() == [33]
     assert case.about["test"] == "test_visibility.py::test_node_sees_itself_and_its_ancestors[mine]"
     assert re.search(r"^ +\d+  node sees itself and its ancestors  FAILED$", summary(output), re.M)
-    assert re.search(r"^mine  visibility_words: of \d laws \d hold, \d fail; [\d,]+ calls$", summary(output), re.M)
+    assert re.search(
+        r"^mine  visibility_words: of \d laws \d hold, \d fail; ([\d,]+ examples, )?[\d,]+ calls$",
+        summary(output),
+        re.M,
+    )
     # the same case stands at the same place after another run
     before = (folder / path).read_bytes()
     suite(folder, *options, tests=tests)
@@ -183,3 +188,133 @@ def test_summary_is_the_same_under_xdist(folder: Path) -> None:
     one, two = (summary(suite(folder, *options, *more, tests=tests)[1]) for more in ((), ("-n", "2")))
     assert "10 calls" in one
     assert re.split(r"\d+ passed", one)[0] == re.split(r"\d+ passed", two)[0]
+
+
+# How examples are counted
+
+COUNTED = """
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from ddtree.property_tests._backends import Operation
+
+DEPTHS = np.zeros((1, 1), np.int32)
+NUMBERS = st.integers(0, 10**9)
+
+def call(op, n=0):
+    return op(DEPTHS, np.array([n], np.int32))
+
+@given(n=NUMBERS)
+def test_one_call_an_example(tree_positions, n):
+    call(tree_positions, n)
+
+@given(n=NUMBERS)
+def test_three_calls_an_example(tree_positions, n):
+    for more in range(3):
+        call(tree_positions, n + more)
+
+@given(n=NUMBERS)
+def test_the_same_call_every_time(tree_positions, n):
+    call(tree_positions)
+
+@given(n=NUMBERS)
+def test_no_call(tree_positions, n):
+    pass
+
+@given(n=NUMBERS)
+def test_calls_of_the_bare_function(tree_positions, n):
+    tree_positions.function(DEPTHS, np.array([n], np.int32))
+
+@given(n=NUMBERS)
+def test_calls_of_another_operation(tree_positions, n):
+    Operation("visibility_words", "reference")(np.full((1, 1), -1, np.int32), np.ones(1, np.int32))
+
+@given(n=NUMBERS)
+def test_examples_that_are_set_aside(tree_positions, n):
+    call(tree_positions, n)
+    assume(n % 2)
+
+@given(n=NUMBERS)
+def test_a_law_that_fails(tree_positions, n):
+    call(tree_positions, n)
+    assert n < 10**6
+
+@given(n=NUMBERS)
+def test_a_law_of_two_operations(tree_positions, visibility_words, n):
+    call(tree_positions, n)
+    visibility_words(np.full((1, 1), -1, np.int32), np.ones(1, np.int32))
+
+@pytest.mark.parametrize("n", range(30))
+def test_a_table(tree_positions, n):
+    call(tree_positions, n)
+"""
+COUNTS = {
+    # of 20 drawn examples each, how many count
+    "one call an example": 20,
+    "three calls an example": 20,
+    "the same call every time": 1,
+    "no call": 0,
+    "calls of the bare function": 0,
+    "calls of another operation": 0,
+    "examples that are set aside": 20,  # those that are kept; as many again are drawn
+    "a law that fails": 0,
+    "a law of two operations": 20,
+    "a table": 0,
+}
+
+
+@pytest.fixture
+def counted(folder: Path) -> Callable[..., tuple[int, str]]:
+    """Runs laws that are counted in every way there is, as laws of the suite."""
+    laws = folder / "laws"
+    laws.mkdir()
+    (laws / "test_counted.py").write_text(COUNTED, encoding="utf-8")
+    (laws / "conftest.py").write_text(
+        "from pathlib import Path\n"
+        "from ddtree.property_tests import conftest as suites\n"
+        "suites.HERE = Path(__file__).parent\n"
+        "from ddtree.property_tests.conftest import *\n",
+        encoding="utf-8",
+    )
+
+    def run(*options: str) -> tuple[int, str]:
+        command = [str(Path(sys.executable).with_name("pytest")), "-q", "-p", "no:cacheprovider", "laws"]
+        command += ["--ddtree-backend", "reference", "--ddtree-examples", "20", *options]
+        environment = os.environ | {"COLUMNS": "120", "DDTREE_PROFILE": "ci", "PYTEST_ADDOPTS": ""}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+def total(output: str) -> int:
+    (found,) = re.findall(r"^drawn examples, each counted once: ([\d,]+)", output, re.M)
+    return int(found.replace(",", ""))
+
+
+@pytest.mark.parametrize("law", COUNTS)
+def test_an_example_counts_once_if_an_operation_of_its_law_was_called_and_the_law_held(
+    law: str, counted: Callable[..., tuple[int, str]]
+) -> None:
+    named = f"test_{law.replace(' ', '_')}"
+    status, output = counted("-k", named, "--ddtree-at-least", str(COUNTS[law]))
+    assert status == int(law == "a law that fails"), output
+    assert total(output) == COUNTS[law]
+    # one more than there are is too many: the run fails, and says so
+    status, output = counted("-k", named, "--ddtree-at-least", str(COUNTS[law] + 1))
+    assert status == 1
+    assert re.search(rf"^FAILED: --ddtree-at-least asks for {COUNTS[law] + 1}$", output, re.M), output
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "xdist"])
+def test_examples_of_all_laws_add_up(options: tuple[str, ...], counted: Callable[..., tuple[int, str]]) -> None:
+    status, output = counted(*options)
+    assert status == 1  # one law fails
+    assert total(output) == sum(COUNTS.values())  # the law of two operations is under the first of them alone
+    assert re.search(r"^reference  tree_positions: of 10 laws 9 hold, 1 fail; 61 examples, ", output, re.M), output
+
+
+def test_a_run_of_nothing_has_too_few_examples(counted: Callable[..., tuple[int, str]]) -> None:
+    status, output = counted("-k", "nothing_of_that_name", "--ddtree-at-least", "1")
+    assert (status, total(output)) == (1, 0)
