@@ -63,7 +63,9 @@ def _show(console: Console, case: Case, told: str) -> None:
     from ddtree.property_tests.cases import named_leaves
     from ddtree.trees import Acceptance, DraftTree
 
-    console.print(f"{case.op}[{case.backend}] differs from the reference", style="bold red", markup=False)
+    console.print(
+        f"{case.op}[{case.backend}] differs from the reference", style="bold red", markup=False, soft_wrap=True
+    )
     console.print(told, markup=False, soft_wrap=True)
     given = [
         f"{name.lstrip('/')} {value.dtype} {value.shape}" if isinstance(value, np.ndarray) else f"{name[1:]}={value}"
