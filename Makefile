@@ -11,7 +11,7 @@ OPS := accept_tree,build_tree,choose_tokens,compact_cache,topk_log_probs,tree_po
 SIMULATOR = NUMBA_ENABLE_CUDASIM=1 DDTREE_PROFILE=simulator OPENBLAS_NUM_THREADS=1 \
   $(BIN)/python -m pytest -n auto -m "not large" --ddtree-backend numba_cuda --ddtree-ops $(OPS) --ddtree-at-least 2000
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test coverage lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/ddtree demo
@@ -20,6 +20,14 @@ demo: $(STAMP)
 test: $(STAMP)
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --ddtree-at-least 50000
 	$(SIMULATOR)
+
+# the lines of ddtree/ and reference/ that the tests run; few examples, as a line that is run once is run
+coverage: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,coverage]"
+	$(BIN)/python -m coverage erase
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n auto --ddtree-examples 50
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -37,4 +45,4 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo_output ddtree_failures
+	rm -rf $(VENV) .coverage* build dist *.egg-info demo_output ddtree_failures

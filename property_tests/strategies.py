@@ -462,11 +462,11 @@ def poisoned_queries(rng, tree, heads, width, dtype, size=1.0):
 
 
 def _sizes(low, high):
-    """Integers from ``low`` to ``high``, of which ``low`` (where that is 0, there is nothing to see) a fourth as often.
+    """Integers from ``low`` to ``high``; ``low`` a fourth as often (of 0 there is nothing to see), ``high`` twice.
 
     Shrinks towards ``low``.
     """
-    return st.integers(0, 4 * (high - low)).map(lambda quarters: low - -quarters // 4)
+    return st.integers(0, 4 * (high - low) + 4).map(lambda quarters: min(low - -quarters // 4, high))
 
 
 def _integers_of(shape, highest, *, zeros=0):
