@@ -25,7 +25,8 @@ test: $(STAMP)
 coverage: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,coverage]"
 	$(BIN)/python -m coverage erase
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n auto --ddtree-examples 50
+	OPENBLAS_NUM_THREADS=1 COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/python -m coverage run \
+	  --source=$(CURDIR)/ddtree,$(CURDIR)/reference -m pytest -n auto --ddtree-examples 50
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
