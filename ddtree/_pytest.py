@@ -42,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--ddtree-seed", type=int, metavar="S", help="seed of the examples, to draw the same ones again")
     group.addoption(
+        "--ddtree-again",
+        metavar="FILE",
+        help="draw the one example again that a failed law's FILE holds: of the test that `ddtree replay FILE` names",
+    )
+    group.addoption(
         "--ddtree-failures",
         metavar="DIR",
         default="ddtree_failures",

@@ -8,8 +8,10 @@ about a backend. One that cannot run here gives skipped tests with the reason.
 
 import functools
 import hashlib
+import json
 import math
 import os
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,23 +19,25 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import Phase, settings
-from hypothesis.errors import HypothesisException
+from hypothesis.errors import DidNotReproduce, HypothesisException
 
 from ddtree._pytest import CALLS, EXAMPLES, ON, chosen_ops
 from ddtree.property_tests import _backends, harness
 from ddtree.property_tests._backends import Operation, chosen_backends, kind_of, operations, ops_of, why_not
-from ddtree.property_tests.cases import named_leaves
+from ddtree.property_tests.cases import Law, add_to, named_leaves
+from ddtree.property_tests.compare import BeyondToleranceError
 from ddtree.protocols import OPS
 
 COMMON = settings(
     deadline=None,  # first call compiles
     report_multiple_bugs=False,
     phases=set(Phase) - {Phase.explain},  # it would name the lines that write the case
+    print_blob=True,  # in what a failure says, from where it goes into the case
 )
 settings.register_profile("dev", COMMON, max_examples=50)
-settings.register_profile("ci", COMMON, max_examples=50, derandomize=True, print_blob=True)
+settings.register_profile("ci", COMMON, max_examples=50, derandomize=True)
 settings.register_profile("simulator", COMMON, max_examples=25)
-settings.register_profile("long", COMMON, max_examples=5_000, print_blob=True)
+settings.register_profile("long", COMMON, max_examples=5_000)
 MORE_EXAMPLES = {
     # where examples are cheap, how many a law has in place of the profile's, by operation: in the simulator, those in
     # which threads do little and never wait long; else, those whose results are integers
@@ -136,24 +140,71 @@ def under_test(item):
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Count the calls of a test, and let it keep the case if it fails: of a property, every failing example."""
-    if not under_test(pyfuncitem):
+    if not _in_the_suite(pyfuncitem):
         return (yield)
-    folder, seed = (pyfuncitem.config.getoption(f"--ddtree-{what}") for what in ("failures", "seed"))
-    about = {"test": f"{pyfuncitem.path.name}::{pyfuncitem.name}"} | ({} if seed is None else {"seed": str(seed)})
+    if pyfuncitem.config.getoption("--ddtree-again"):
+        return (yield from again(pyfuncitem))
+    folder, seed, specs = (pyfuncitem.config.getoption(f"--ddtree-{what}") for what in ("failures", "seed", "backend"))
+    about = {
+        "test": f"{pyfuncitem.path.name}::{pyfuncitem.name}",
+        "module": pyfuncitem.module.__name__,
+        "backends": json.dumps(specs or []),
+        **({} if seed is None else {"seed": str(seed)}),
+    }
     path = harness.case_path(Path(folder), pyfuncitem.name.removeprefix("test_"))
     is_property = hypothesis.is_hypothesis_test(pyfuncitem.obj)
     holder, name = (pyfuncitem.obj.hypothesis, "inner_test") if is_property else (pyfuncitem, "obj")
     test = getattr(holder, name)
     examples = Examples(under_test(pyfuncitem)) if is_property else None
-    setattr(holder, name, keeping_its_case(test, functools.partial(harness.keep, path, about), examples))
+    setattr(holder, name, keeping_its_case(test, lambda more: harness.keep(path, about | more), examples))
     before = _backends.CALLS.copy()
     try:
         return (yield)
+    except Exception as error:
+        blob = blob_in(error)
+        if blob and path.is_file():
+            add_to(path, {"blob": blob})
+        raise
     finally:
         setattr(holder, name, test)
         pyfuncitem.user_properties.append((CALLS, dict(_backends.CALLS - before)))
         if examples:
             pyfuncitem.user_properties.append((EXAMPLES, examples.counts()))
+
+
+def _in_the_suite(item):
+    return HERE in item.path.parents and HERE / "project" not in item.path.parents
+
+
+def blob_in(error):
+    """Hypothesis's version and its blob of the failing example, from what it adds to the error; None if it has none."""
+    for note in getattr(error, "__notes__", ()):
+        found = re.search(r"@reproduce_failure\('([^']+)', b'([^']+)'\)", note)
+        if found:
+            return " ".join(found.groups())
+    return None
+
+
+def again(item):
+    """Run a test on the one example that the file of ``--ddtree-again`` holds: it fails as it did, or it now passes."""
+
+    def stop(why):
+        pytest.exit(f"--ddtree-again: {why}", returncode=pytest.ExitCode.USAGE_ERROR)
+
+    try:
+        law = Law.read(Path(item.config.getoption("--ddtree-again")))
+    except (OSError, ValueError) as error:
+        stop(error)
+    if law.blob and hypothesis.is_hypothesis_test(item.obj):
+        if law.blob[0] != hypothesis.__version__:
+            stop(f"the example is one of Hypothesis {law.blob[0]}, and {hypothesis.__version__} is installed")
+        hypothesis.reproduce_failure(*law.blob)(item.obj)
+    try:
+        return (yield)
+    except DidNotReproduce as error:
+        if "completed successfully" not in str(error):
+            stop(error)
+        return True
 
 
 class Examples:
@@ -204,7 +255,10 @@ def keeping_its_case(test, keep, examples=None):
         except HypothesisException:  # an example that is set aside
             raise
         except Exception as error:
-            for line in keep():
+            more = {"failed": harness.first_line(f"{type(error).__name__}: {error}")}
+            if isinstance(error, BeyondToleranceError):
+                more["tolerance"] = error.tolerance
+            for line in keep(more):
                 error.add_note(line)
             raise
 

@@ -19,8 +19,9 @@ import numpy as np
 from ddtree import ops
 from ddtree.property_tests import nearness
 from ddtree.property_tests._backends import RECENT, Operation
-from ddtree.property_tests.cases import RESULTS, Case, map_arrays
+from ddtree.property_tests.cases import RESULTS, Case, Law, map_arrays
 from ddtree.property_tests.compare import (
+    BeyondToleranceError,
     assert_same,
     assert_same_acceptance,
     assert_same_form,
@@ -57,6 +58,8 @@ def difference(case: Case) -> str:
     try:
         _COMPARE.get(case.op, _same_array)(case)
     except AssertionError as error:
+        if isinstance(error, BeyondToleranceError):
+            case.about["tolerance"] = error.tolerance
         return str(error)
     except (TypeError, ValueError, AttributeError) as error:  # what came out is not even of the right kind
         return f"the result cannot be compared: it is a {type(case.got).__name__} ({first_line(error)})"
@@ -104,7 +107,8 @@ def keep(path: Path, about: dict[str, str]) -> list[str]:
     """Write the call at fault among the recent ones; return what a failure's message should say of it.
 
     It is the first that differs from the reference by itself. Where none does (a law between calls is broken), it is
-    the last.
+    the last, and says so. Where a test called no operation itself (it is about an engine or a model), what is known of
+    the test is written, as a :class:`~ddtree.property_tests.cases.Law`.
     """
     told = ""
     for case in RECENT.copy():
@@ -113,9 +117,11 @@ def keep(path: Path, about: dict[str, str]) -> list[str]:
             break
     else:
         if not RECENT:
-            return []
+            Law(_origin() | about).write(path)
+            return [f"law:   {path}", f"again: ddtree replay {path}"]
         case = RECENT[-1]
-    case.about = _origin() | about
+        about = about | {"between": "calls, none of which differs from the reference by itself"}
+    case.about |= _origin() | about
     case.write(path)
     what = f"{case.op}[{case.backend}]"
     return [
@@ -127,11 +133,11 @@ def keep(path: Path, about: dict[str, str]) -> list[str]:
 
 @functools.cache
 def _origin() -> dict[str, str]:
-    """Versions and devices, as a case's metadata."""
-    from ddtree.analysis.environment import devices, versions
+    """Versions, ddtree's commit and devices, as a case's metadata."""
+    from ddtree.analysis.environment import commit, devices, versions
 
     installed = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
-    return {"versions": installed, "devices": "; ".join(devices())}
+    return {"versions": installed, "devices": "; ".join(devices())} | ({"commit": commit()} if commit() else {})
 
 
 def case_path(folder: Path, name: str) -> Path:
@@ -254,6 +260,6 @@ def check_operation(
     path = None
     if folder is not None:
         path = case_path(folder, f"{op}-{backend}")
-        case.about = _origin() | {"test": "ddtree check", "seed": str(seed)}
+        case.about |= _origin() | {"test": "ddtree check", "seed": str(seed)}
         case.write(path)
     return Agreement(backend, op, tried, wrong, first_line(told), path)

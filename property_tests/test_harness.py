@@ -14,7 +14,7 @@ from hypothesis import find, settings
 from ddtree import reference
 from ddtree.kdtr import read_kdtr, write_kdtr
 from ddtree.property_tests._backends import RECENT, Operation
-from ddtree.property_tests.cases import Case, named_leaves
+from ddtree.property_tests.cases import Case, Law, named_leaves
 from ddtree.property_tests.harness import check_operation, difference, input_fault, keep, rerun
 from ddtree.property_tests.strategies import calls
 from ddtree.protocols import OPS
@@ -196,10 +196,36 @@ def test_a_failing_test_keeps_the_first_of_its_calls_that_differs(planted, tmp_p
     assert f"numpy {np.__version__}" in about["versions"]
 
 
-def test_a_test_that_called_nothing_keeps_nothing(tmp_path):
+def test_a_test_that_called_nothing_keeps_what_is_known_of_it(tmp_path):
     RECENT.clear()
-    assert keep(tmp_path / "case.kdtr", {}) == []
-    assert not list(tmp_path.iterdir())
+    path = tmp_path / "law.kdtr"
+    about = {"module": "a.b", "test": "b.py::test_x[y]", "backends": '["m:o"]', "blob": "6.1 AXic"}
+    assert keep(path, about) == [f"law:   {path}", f"again: ddtree replay {path}"]
+    law = Law.read(path)
+    assert (law.node, law.backends, law.blob) == ("a.b::test_x[y]", ["m:o"], ("6.1", b"AXic"))
+    assert f"numpy {np.__version__}" in law.about["versions"]
+
+
+LAW_ABOUT = {"kind": "ddtree law 1", "module": "m", "test": "t.py::t", "backends": "[]"}
+
+
+@pytest.mark.parametrize(
+    "about, message",
+    [
+        ({}, "neither a case nor a law"),
+        (LAW_ABOUT | {"kind": "ddtree law 2"}, "neither a case nor a law"),
+        ({"kind": "ddtree law 1", "test": "t"}, "its metadata lack module, backends$"),
+        (LAW_ABOUT | {"backends": "[1]"}, "backends in the metadata must be a JSON list of names$"),
+        (LAW_ABOUT | {"backends": "[" * 10_000}, "backends in the metadata must be a JSON list of names$"),
+        (LAW_ABOUT | {"backends": "3"}, "backends in the metadata must be a JSON list of names$"),
+    ],
+)
+def test_a_file_of_no_law_is_refused_in_one_line(about, message, tmp_path):
+    path = tmp_path / "law.kdtr"
+    write_kdtr(path, {}, about)
+    with pytest.raises(ValueError, match=message) as caught:
+        Law.read(path)
+    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("op", OPS)

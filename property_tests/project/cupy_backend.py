@@ -3,6 +3,8 @@
 ``Whole`` has every operation, so that no kernel's fault can show as one of the arrays; ``Wrong`` has one fault.
 """
 
+from typing import Any
+
 import cupy
 
 from ddtree import reference
@@ -14,7 +16,7 @@ def by_way_of_the_host(op):
     """The reference's operation on copies; what it writes into goes back."""
 
     def call(*args, **kwargs):
-        written = args[0] if op == "compact_cache" else kwargs.get("out")
+        written: Any = args[0] if op == "compact_cache" else kwargs.get("out")
         on_host = [map_arrays(value, cupy.asnumpy) for value in args]
         by_name = {name: map_arrays(value, cupy.asnumpy) for name, value in kwargs.items()}
         result = getattr(reference, op)(*on_host, **by_name)

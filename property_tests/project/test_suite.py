@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree.property_tests.cases import Case
+from ddtree.property_tests.cases import Case, Law, add_to
 
 MINE = '''
 from dataclasses import replace
@@ -269,6 +269,7 @@ def counted(folder: Path) -> Callable[..., tuple[int, str]]:
     """Runs laws that are counted in every way there is, as laws of the suite."""
     laws = folder / "laws"
     laws.mkdir()
+    (laws / "__init__.py").touch()
     (laws / "test_counted.py").write_text(COUNTED, encoding="utf-8")
     (laws / "conftest.py").write_text(
         "from pathlib import Path\n"
@@ -318,3 +319,102 @@ def test_examples_of_all_laws_add_up(options: tuple[str, ...], counted: Callable
 def test_a_run_of_nothing_has_too_few_examples(counted: Callable[..., tuple[int, str]]) -> None:
     status, output = counted("-k", "nothing_of_that_name", "--ddtree-at-least", "1")
     assert (status, total(output)) == (1, 0)
+
+
+# What a failure leaves
+
+WITHOUT_COMPACTION = """
+from ddtree import reference
+
+class Engine:
+    pass
+
+for name in ("build_tree", "tree_positions", "choose_tokens", "accept_tree", "compact_cache"):
+    setattr(Engine, name, staticmethod(getattr(reference, name)))
+Engine.compact_cache = staticmethod(lambda *args: None)
+"""
+
+
+def replayed(folder: Path, path: str, *options: str) -> tuple[int, str]:
+    command = [str(Path(sys.executable).with_name("ddtree")), "replay", path, *options]
+    environment = os.environ | {"COLUMNS": "120", "DDTREE_PROFILE": "ci", "NO_COLOR": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_broken_law_of_the_engine_is_kept_and_run_again_on_its_example(folder: Path) -> None:
+    (folder / "eager.py").write_text(WITHOUT_COMPACTION, encoding="utf-8")
+    options = ("--ddtree-backend", "eager:Engine", "-k", "alone_as_in_a_batch")
+    status, output = suite(folder, *options, tests="ddtree.property_tests.test_engine", width=200)
+    assert status == 1, output
+    path = "ddtree_failures/request_gets_the_same_tokens_alone_as_in_a_batch-eager-Engine.kdtr"
+    lines = [line.removeprefix("E").strip() for line in output.splitlines()]
+    at = lines.index(f"law:   {path}")
+    assert lines[at + 1] == f"again: ddtree replay {path}"
+    law = Law.read(folder / path)
+    assert law.node.endswith("test_engine::test_request_gets_the_same_tokens_alone_as_in_a_batch[eager:Engine]")
+    assert law.backends == ["eager:Engine"]
+    (drawn,) = set(re.findall(r"prompts=(\[.*\]),$", output, re.M))
+    status, output = replayed(folder, path)
+    assert status == 1, output
+    assert output.endswith("the law is still broken\n")
+    assert set(re.findall(r"prompts=(\[.*\]),$", output, re.M)) == {drawn}
+    assert re.search(r"^failed: \w+", output, re.M)
+    assert re.search(r"^blob: \d+\.\d+\S* \S+$", output, re.M)
+    assert re.search(
+        r"^pytest --pyargs 'ddtree.property_tests.test_engine::\S+' --ddtree-backend eager:Engine", output, re.M
+    )
+    # another backend would be another test
+    assert replayed(folder, path, "--backend", "reference")[0] == 2
+    (folder / "eager.py").write_text(WITHOUT_COMPACTION.replace("Engine.compact_cache =", "unused ="), encoding="utf-8")
+    status, output = replayed(folder, path)
+    assert status == 0, output
+    assert output.endswith("the law holds on the example\n")
+
+
+def test_a_law_that_is_broken_between_right_calls_is_run_again(
+    folder: Path, counted: Callable[..., tuple[int, str]]
+) -> None:
+    assert counted("-k", "a_law_that_fails")[0] == 1
+    path = "ddtree_failures/a_law_that_fails-reference.kdtr"
+    assert Case.read(folder / path).arguments["prefix_lens"].tolist() == [10**6]
+    status, output = replayed(folder, path)
+    assert status == 1, output
+    assert output.startswith("tree_positions[reference] is the same as the reference\nIt failed by a law between calls")
+    assert re.search(r"^ +n=1000000,$", output, re.M)
+    file = folder / "laws/test_counted.py"
+    file.write_text(COUNTED.replace("assert n < 10**6", "assert n <= 10**6"), encoding="utf-8")
+    assert replayed(folder, path)[0] == 0
+    # an example that the law does not draw any more cannot be run, nor one of another Hypothesis
+    file.write_text(COUNTED.replace("NUMBERS = st.integers(0, 10**9)", "NUMBERS = st.text()"), encoding="utf-8")
+    assert replayed(folder, path)[0] == 2
+    add_to(folder / path, {"blob": "1.2.3 AXic"})
+    status, output = replayed(folder, path)
+    assert (status, "the example is one of Hypothesis 1.2.3, and" in output) == (2, True), output
+
+
+def test_a_case_says_its_blob_its_tolerance_and_the_commit(folder: Path) -> None:
+    (folder / "far.py").write_text(
+        "import numpy as np\n"
+        "from ddtree import reference\n"
+        "def topk_log_probs(logits, k, *, vocab_size=None):\n"
+        "    log_probs, token_ids = reference.topk_log_probs(logits, k, vocab_size=vocab_size)\n"
+        "    return log_probs - np.float32(1e-3), token_ids\n",
+        encoding="utf-8",
+    )
+    options = ("--ddtree-backend", "far", "-k", "order_is_exact", "--ddtree-seed", "7")
+    status, _ = suite(folder, *options, tests="ddtree.property_tests.test_topk_log_probs")
+    assert status == 1
+    path = "ddtree_failures/order_is_exact_and_values_are_near-far.kdtr"
+    about = Case.read(folder / path).about
+    row = "topk_log_probs, float32: 1e-06 times max(1, |log Z|, |logit|)"
+    assert about["tolerance"].startswith(row)
+    assert about["seed"] == "7"
+    assert re.fullmatch(r"[0-9a-f]{12}( with changes)?|", about.get("commit", ""))
+    assert Law.read(folder / path).blob is not None
+    status, output = replayed(folder, path)
+    assert status == 1
+    assert f"tolerance: {row}" in output
+    assert re.search(r"^blob: \d", output, re.M)
+    if "commit" in about:
+        assert f"commit: {about['commit']}\n" in output

@@ -49,7 +49,7 @@ def build_tree(log_probs, token_ids, root_token_ids, *, budget):
                 score = above + values[b][depth][rank]
                 heapq.heappush(heap, (-score, (*path, rank), parent, depth, rank, above))
 
-        heap: list = []
+        heap: list[tuple[float, tuple[int, ...], int, int, int, float]] = []
         offer(heap, b, (), 0, 0, 0.0, 0)
         while heap and len(nodes) <= budget:
             negated, path, parent, depth, rank, above = heapq.heappop(heap)
