@@ -11,7 +11,7 @@ OPS := accept_tree,build_tree,choose_tokens,compact_cache,topk_log_probs,tree_po
 SIMULATOR = NUMBA_ENABLE_CUDASIM=1 DDTREE_PROFILE=simulator OPENBLAS_NUM_THREADS=1 \
   $(BIN)/python -m pytest -n auto -m "not large" --ddtree-backend numba_cuda --ddtree-ops $(OPS) --ddtree-at-least 2000
 
-.PHONY: demo test coverage lint bench clean
+.PHONY: demo test coverage fuzz lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/ddtree demo
@@ -20,6 +20,15 @@ demo: $(STAMP)
 test: $(STAMP)
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --ddtree-at-least 50000
 	$(SIMULATOR)
+
+# what parses bytes, on many bytes that are not as they should be: make fuzz FUZZ_BYTES=100000000 SEED=1. Guided by
+# coverage where atheris has a wheel for this Python, else at random.
+FUZZ_BYTES ?= 10000000
+SEED ?= 0
+fuzz: $(STAMP)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,fuzz]"
+	$(BIN)/python -m ddtree.property_tests.project.fuzz --bytes $(FUZZ_BYTES) --seed $(SEED) \
+	  --results property_tests/project/fuzz/RESULTS.md
 
 # the lines of ddtree/ and reference/ that the tests run; few examples, as a line that is run once is run
 coverage: $(STAMP)
@@ -46,4 +55,4 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .coverage* build dist *.egg-info demo_output ddtree_failures
+	rm -rf $(VENV) .coverage* build dist *.egg-info demo_output ddtree_failures fuzz_crashes

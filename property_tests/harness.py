@@ -32,6 +32,8 @@ __all__ = ["FAILURES", "Agreement", "HypothesisMissingError", "check_operation",
 
 FAILURES = Path("ddtree_failures")
 """Where cases are kept if nothing else is said, in the current folder."""
+MOST_ELEMENTS = 1 << 22
+"""Of what a number in a case's file, such as a budget, makes of its own: beyond that, the case is not run."""
 
 
 def input_fault(case: Case) -> str:
@@ -43,10 +45,30 @@ def input_fault(case: Case) -> str:
     options = {} if case.op == "topk_log_probs" else {"validate": False}
     given = {name: map_arrays(value, np.array) for name, value in case.arguments.items()}
     try:
+        _check_sizes(case.op, given)
         getattr(ops, case.op)(**given, backend="reference", **options)
+        if case.op == "verify_attention":
+            _as_attention(given).dense()  # what the result is held against
     except Exception as error:  # whatever nonsense leads to
         return f"{case.op} cannot take its inputs: {first_line(error)}"
     return ""
+
+
+def _check_sizes(op: str, given: dict[str, Any]) -> None:
+    """Refuse numbers in a file that would ask for memory out of all proportion to it."""
+    tree, acceptance, prefix_lens = (given.get(name) for name in ("tree", "acceptance", "prefix_lens"))
+    if op == "build_tree":
+        slots = 1 + int(given["budget"])
+        if len(given["log_probs"]) * slots * (slots // 32) > MOST_ELEMENTS:
+            raise ValueError(f"budget = {given['budget']} makes a tree of more than {MOST_ELEMENTS:,} words of bits")
+    if tree is not None and tree.token_ids.shape[0] * int(tree.max_depth) > MOST_ELEMENTS:
+        raise ValueError(f"tree.max_depth = {tree.max_depth} makes paths of more than {MOST_ELEMENTS:,} nodes")
+    if acceptance is not None and (acceptance.lengths > acceptance.node_indices.shape[1]).any():
+        raise ValueError("acceptance.lengths must be at most the width of acceptance.node_indices")
+    if "page_table" in given:
+        page_size = given["kv_cache"].shape[-2]
+        if (prefix_lens > given["page_table"].shape[1] * page_size).any():
+            raise ValueError(f"prefix_lens must be in a table of {given['page_table'].shape[1]} pages of {page_size}")
 
 
 def difference(case: Case) -> str:
@@ -90,8 +112,11 @@ def _near_log_probs(case: Case) -> None:
 
 
 def _near_attention(case: Case) -> None:
-    given = {name: value for name, value in case.arguments.items() if name != "out"}
-    nearness.assert_near(case.got, nearness.Attention(**given), small=True)
+    nearness.assert_near(case.got, _as_attention(case.arguments), small=True)
+
+
+def _as_attention(arguments: dict[str, Any]) -> nearness.Attention:
+    return nearness.Attention(**{name: value for name, value in arguments.items() if name != "out"})
 
 
 _COMPARE: dict[str, Callable[[Case], None]] = {

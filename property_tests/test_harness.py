@@ -18,6 +18,7 @@ from ddtree.property_tests.cases import Case, Law, named_leaves
 from ddtree.property_tests.harness import check_operation, difference, input_fault, keep, rerun
 from ddtree.property_tests.strategies import calls
 from ddtree.protocols import OPS
+from ddtree.trees import Acceptance, tree_from_parents
 
 
 def of_the_array(name):
@@ -284,4 +285,61 @@ def test_inputs_that_the_operation_cannot_take_are_named(name, value, message):
     arguments = {"depths": np.zeros((1, 3), np.int32), "prefix_lens": np.zeros(1, np.int32)} | {name: value}
     fault = input_fault(Case("tree_positions", "reference", arguments))
     assert fault.startswith("tree_positions cannot take its inputs: ")
+    assert re.search(message, fault), fault
+
+
+def a_call_of(op):
+    """The smallest arguments that a budget, a depth, a prefix or an accepted length can be wrong in."""
+    tree = tree_from_parents(np.array([[1, 2]], np.int32), np.array([[-1, 0]], np.int32))
+    one = np.zeros(1, np.int32)
+    paged = {"page_table": np.zeros((1, 1), np.int32), "prefix_lens": one}
+    return {
+        "build_tree": {
+            "log_probs": np.zeros((1, 1, 1), np.float32),
+            "token_ids": np.zeros((1, 1, 1), np.int32),
+            "root_token_ids": one,
+            "budget": 3,
+        },
+        "accept_tree": {"tree": tree, "target_token_ids": np.zeros((1, 2), np.int32)},
+        "verify_attention": {"q": np.ones((1, 2, 1, 3), np.float32), "kv_cache": np.ones((1, 4, 3), np.float32)}
+        | paged
+        | {"tree": tree, "scale": 1.0, "kv_lora_rank": 2},
+        "compact_cache": {"kv_cache": np.ones((1, 1, 4, 3), np.float32)}
+        | paged
+        | {"acceptance": Acceptance(np.zeros((1, 2), np.int32), one + 1, one, one > 0)},
+    }[op]
+
+
+@pytest.mark.parametrize(
+    "op, change, message",
+    [
+        ("build_tree", lambda given: {"budget": 2**31 - 2}, "budget = 2147483646 makes a tree of more than"),
+        (
+            "accept_tree",
+            lambda given: {"tree": replace(given["tree"], max_depth=2**31 - 3)},
+            "max_depth = .* makes paths",
+        ),
+        (
+            "verify_attention",
+            lambda given: {"prefix_lens": np.array([2**31 - 9], np.int32)},
+            "in a table of 1 pages",
+        ),
+        ("compact_cache", lambda given: {"prefix_lens": np.array([2**31 - 9], np.int32)}, "in a table of 1 pages"),
+        (
+            "compact_cache",
+            lambda given: {"acceptance": replace(given["acceptance"], lengths=np.array([2**31 - 1], np.int32))},
+            "lengths must be at most the width of",
+        ),
+        (
+            "verify_attention",
+            lambda given: {"tree": replace(given["tree"], parents=np.array([[-1, 77]], np.int32))},
+            "list index out of range",
+        ),
+    ],
+)
+def test_numbers_in_a_file_take_neither_memory_nor_the_command_down(op, change, message):
+    given = a_call_of(op)
+    assert input_fault(Case(op, "reference", given)) == ""
+    fault = input_fault(Case(op, "reference", given | change(given)))
+    assert fault.startswith(f"{op} cannot take its inputs: ")
     assert re.search(message, fault), fault

@@ -302,8 +302,11 @@ def test_an_example_counts_once_if_an_operation_of_its_law_was_called_and_the_la
     status, output = counted("-k", named, "--ddtree-at-least", str(COUNTS[law]))
     assert status == int(law == "a law that fails"), output
     assert total(output) == COUNTS[law]
-    # one more than there are is too many: the run fails, and says so
-    status, output = counted("-k", named, "--ddtree-at-least", str(COUNTS[law] + 1))
+
+
+@pytest.mark.parametrize("law", ["one call an example", "no call"])
+def test_one_example_more_than_there_are_is_too_many(law: str, counted: Callable[..., tuple[int, str]]) -> None:
+    status, output = counted("-k", f"test_{law.replace(' ', '_')}", "--ddtree-at-least", str(COUNTS[law] + 1))
     assert status == 1
     assert re.search(rf"^FAILED: --ddtree-at-least asks for {COUNTS[law] + 1}$", output, re.M), output
 
