@@ -41,7 +41,7 @@ settings.register_profile("long", COMMON, max_examples=5_000)
 MORE_EXAMPLES = {
     # where examples are cheap, how many a law has in place of the profile's, by operation: in the simulator, those in
     # which threads do little and never wait long; else, those whose results are integers
-    "simulator": {"accept_tree": 110, "compact_cache": 110, "tree_positions": 110, "visibility_words": 110},
+    "simulator": {"accept_tree": 140, "compact_cache": 150, "tree_positions": 250, "visibility_words": 200},
     "dev": {
         "accept_tree": 1_200,
         "build_tree": 1_200,
