@@ -393,6 +393,7 @@ def _pack_experts(read: _Reader, mlp: str) -> _Experts:
 def _pack_attention(read: _Reader, attention: str) -> LatentAttention:
     c = read.config
     H, P, C, R = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank, c.qk_rope_head_dim
+    kv_down = read.host(f"{attention}.kv_a_proj_with_mqa.weight")  # first: that R is not only claimed
     # Interleaved pairs become halves here, once: attention's scores do not depend on the order of elements.
     halves = np.arange(R).reshape(-1, 2).T.reshape(-1) if c.rope_interleave else np.arange(R)
 
@@ -401,7 +402,6 @@ def _pack_attention(read: _Reader, attention: str) -> LatentAttention:
         heads[:, P:] = heads[:, P + halves]
         return heads.reshape(H * (P + R), -1)
 
-    kv_down = read.host(f"{attention}.kv_a_proj_with_mqa.weight")
     kv_down[C:] = kv_down[C + halves]
     compressed = c.q_lora_rank is not None
     q_down = read.host(f"{attention}.q_a_proj.weight") if compressed else queries(f"{attention}.q_proj.weight")
