@@ -61,6 +61,10 @@ def _check_sizes(op: str, given: dict[str, Any]) -> None:
         slots = 1 + int(given["budget"])
         if len(given["log_probs"]) * slots * (slots // 32) > MOST_ELEMENTS:
             raise ValueError(f"budget = {given['budget']} makes a tree of more than {MOST_ELEMENTS:,} words of bits")
+    counts, slots = (tree.node_counts, tree.num_slots) if tree is not None else (given.get("node_counts"), 0)
+    slots = given["parents"].shape[1] if op == "visibility_words" else slots
+    if counts is not None and ((counts < 1) | (counts > slots)).any():
+        raise ValueError(f"node_counts must be in 1 … {slots}")
     if tree is not None and tree.token_ids.shape[0] * int(tree.max_depth) > MOST_ELEMENTS:
         raise ValueError(f"tree.max_depth = {tree.max_depth} makes paths of more than {MOST_ELEMENTS:,} nodes")
     if acceptance is not None and (acceptance.lengths > acceptance.node_indices.shape[1]).any():

@@ -301,6 +301,7 @@ def a_call_of(op):
             "budget": 3,
         },
         "accept_tree": {"tree": tree, "target_token_ids": np.zeros((1, 2), np.int32)},
+        "visibility_words": {"parents": tree.parents, "node_counts": tree.node_counts},
         "verify_attention": {"q": np.ones((1, 2, 1, 3), np.float32), "kv_cache": np.ones((1, 4, 3), np.float32)}
         | paged
         | {"tree": tree, "scale": 1.0, "kv_lora_rank": 2},
@@ -325,6 +326,12 @@ def a_call_of(op):
             "in a table of 1 pages",
         ),
         ("compact_cache", lambda given: {"prefix_lens": np.array([2**31 - 9], np.int32)}, "in a table of 1 pages"),
+        (
+            "verify_attention",
+            lambda given: {"tree": replace(given["tree"], node_counts=np.array([50_529_027], np.int32))},
+            "node_counts must be in 1 … 2$",
+        ),
+        ("visibility_words", lambda given: {"node_counts": np.array([50_529_027], np.int32)}, "must be in 1 … 2$"),
         (
             "compact_cache",
             lambda given: {"acceptance": replace(given["acceptance"], lengths=np.array([2**31 - 1], np.int32))},
