@@ -473,11 +473,11 @@ def _arguments_seeds() -> list[bytes]:
 TARGETS = {
     target.name: target
     for target in (
-        Target("kdtr", _kdtr, _kdtr_seeds, mutations.kdtr, 1 << 12, 0.4),
-        Target("checkpoint", _checkpoint, _checkpoint_seeds, _checkpoint_mutated, 1 << 13, 0.3),
-        Target("bundle", _bundle, _bundle_seeds, _bundle_mutated, 1 << 13, 0.1),
+        Target("kdtr", _kdtr, _kdtr_seeds, mutations.kdtr, 1 << 12, 0.25),
+        Target("checkpoint", _checkpoint, _checkpoint_seeds, _checkpoint_mutated, 1 << 13, 0.45),
+        Target("bundle", _bundle, _bundle_seeds, _bundle_mutated, 1 << 13, 0.15),
         Target("import", _import, _import_seeds, _import_mutated, 1 << 12, 0.1, 32 << 20),
-        Target("case", _case, _case_seeds, _case_mutated, 1 << 12, 0.08, 256 << 20),
-        Target("arguments", _arguments, _arguments_seeds, _arguments_mutated, 1 << 9, 0.02, 128 << 20),
+        Target("case", _case, _case_seeds, _case_mutated, 1 << 12, 0.04, 256 << 20),
+        Target("arguments", _arguments, _arguments_seeds, _arguments_mutated, 1 << 9, 0.01, 128 << 20),
     )
 }
