@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import struct
@@ -134,11 +135,11 @@ def _change(value: Any, rng: Random) -> None:
     elif kind == 2:
         other, place = rng.choice(places)
         if place in other if isinstance(other, dict) else place < len(other):
-            inner[key] = json.loads(json.dumps(other[place]))
+            inner[key] = copy.deepcopy(other[place])
     elif kind == 3 and isinstance(inner, dict):
-        inner[rng.choice((str(key) + "x", "__metadata__", "", "\ud800", "model.norm.weight"))] = inner[key]
+        inner[rng.choice((str(key) + "x", "__metadata__", "", "\ud800", "model.norm.weight"))] = copy.deepcopy(inner[key])
     else:
-        inner[key] = rng.choice(STRANGE)
+        inner[key] = copy.deepcopy(rng.choice(STRANGE))
 
 
 def safetensors(data: bytes, largest: int, rng: Random, mutate: Mutate) -> bytes:
