@@ -137,7 +137,8 @@ def _change(value: Any, rng: Random) -> None:
         if place in other if isinstance(other, dict) else place < len(other):
             inner[key] = copy.deepcopy(other[place])
     elif kind == 3 and isinstance(inner, dict):
-        inner[rng.choice((str(key) + "x", "__metadata__", "", "\ud800", "model.norm.weight"))] = copy.deepcopy(inner[key])
+        other = rng.choice((str(key) + "x", "__metadata__", "", "\ud800", "model.norm.weight"))
+        inner[other] = copy.deepcopy(inner[key])
     else:
         inner[key] = copy.deepcopy(rng.choice(STRANGE))
 
