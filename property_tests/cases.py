@@ -103,7 +103,7 @@ class Case:
             raise ValueError(f"{path}: op must be one of {', '.join(OPS)}, got {op!r}")
         try:
             leaves = json.loads(about.get("values", "")) | arrays
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}: values in the metadata must be a JSON object ({error})") from error
         arguments = {}
         for name in PARAMETERS[op]:

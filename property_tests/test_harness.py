@@ -260,6 +260,7 @@ CASE = {"kind": "ddtree case 1", "op": "tree_positions", "values": "{}"}
         (CASE | {"op": "rm"}, "op must be one of topk_log_probs, .*, got 'rm'"),
         (CASE | {"values": "[}"}, r"values in the metadata must be a JSON object \("),
         (CASE | {"values": "[]"}, r"values in the metadata must be a JSON object \("),
+        (CASE | {"values": "[" * 100_000}, r"values in the metadata must be a JSON object \("),
         (CASE, "lacks input/depths, which tree_positions needs"),
         (CASE | {"op": "accept_tree"}, "lacks input/tree.token_ids$"),
     ],
