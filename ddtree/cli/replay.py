@@ -25,9 +25,10 @@ ROWS_BEFORE, ROWS_AFTER = 3, 4
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--backend", metavar="NAME", help="Another than the one that failed.")
 def replay(file: Path, backend: str | None) -> None:
-    """Run the case in FILE again, beside the reference; of a law, its test on the one example that failed.
+    """Run the case in FILE again, beside the reference.
 
-    Exits with 0 if the two agree or the law holds, 1 if not, and 2 if the file cannot be run here.
+    Where FILE is of a law, its test runs again, on the one example that failed. Exits with 0 if the two agree or the law
+    holds, 1 if not, and 2 if the file cannot be run here.
     """
     from rich.console import Console
 

@@ -136,7 +136,7 @@ def _rows(tallies: list[Tally]) -> list[tuple[str, ...]]:
 def _table(tallies: list[Tally]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for i, head in enumerate(HEAD):
-        table.add_column(head, justify="left" if i < 2 else "right")
+        table.add_column(head.replace(" ", "\n"), justify="left" if i < 2 else "right", no_wrap=True)
     for row in _rows(tallies):
         table.add_row(*row)
     return table
