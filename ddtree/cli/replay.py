@@ -27,7 +27,7 @@ ROWS_BEFORE, ROWS_AFTER = 3, 4
 def replay(file: Path, backend: str | None) -> None:
     """Run the case in FILE again, beside the reference.
 
-    Where FILE is of a law, its test runs again, on the one example that failed. Exits with 0 if the two agree or the law
+    Where FILE is of a law, its test runs again on the one example that failed. Exits with 0 if the two agree or the law
     holds, 1 if not, and 2 if the file cannot be run here.
     """
     from rich.console import Console
