@@ -9,22 +9,40 @@ STAMP := $(VENV)/.installed
 # engine and the model, whose rounds it is too slow for
 OPS := accept_tree,build_tree,choose_tokens,compact_cache,topk_log_probs,tree_positions,verify_attention,visibility_words
 SIMULATOR = NUMBA_ENABLE_CUDASIM=1 DDTREE_PROFILE=simulator OPENBLAS_NUM_THREADS=1 \
-  $(BIN)/python -m pytest -n auto -m "not large" --ddtree-backend numba_cuda --ddtree-ops $(OPS)
+  $(BIN)/python -m pytest -n auto -m "not large" --ddtree-backend numba_cuda --ddtree-ops $(OPS) --ddtree-at-least 2000
 
-.PHONY: demo test mutants lint bench clean
+.PHONY: demo test mutants coverage fuzz lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/ddtree demo
 
 # one BLAS thread a process: the test processes keep the cores busy already
 test: $(STAMP)
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --ddtree-at-least 50000
 	$(SIMULATOR)
 
 # half an hour on two cores. A part of them: make mutants MUTANTS="--op accept_tree", see MUTANTS=--help
 mutants: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[mutants]"
 	$(BIN)/python -m ddtree.property_tests.project.mutants.run $(MUTANTS)
+
+# what parses bytes, on many bytes that are not as they should be: make fuzz FUZZ_BYTES=100000000 SEED=1. Guided by
+# coverage where atheris has a wheel for this Python, else at random.
+FUZZ_BYTES ?= 10000000
+SEED ?= 0
+fuzz: $(STAMP)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,fuzz]"
+	$(BIN)/python -m ddtree.property_tests.project.fuzz --bytes $(FUZZ_BYTES) --seed $(SEED) \
+	  --results property_tests/project/fuzz/RESULTS.md
+
+# the lines of ddtree/ and reference/ that the tests run; few examples, as a line that is run once is run
+coverage: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,coverage]"
+	$(BIN)/python -m coverage erase
+	OPENBLAS_NUM_THREADS=1 COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/python -m coverage run \
+	  --source=$(CURDIR)/ddtree,$(CURDIR)/reference -m pytest -n auto --ddtree-examples 50
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -42,4 +60,4 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo_output ddtree_failures .mutants
+	rm -rf $(VENV) .coverage* build dist *.egg-info demo_output ddtree_failures fuzz_crashes .mutants

@@ -22,6 +22,7 @@ from ddtree.protocols import OPS
 __all__ = [
     "BackendState",
     "backend_states",
+    "commit",
     "devices",
     "gpu_verification",
     "how_to_get",
@@ -75,6 +76,25 @@ def versions() -> dict[str, str | None]:
     return {"ddtree": __version__, "python": platform.python_version()} | {
         name: next(filter(None, map(_version, distributions)), None) for name, distributions in PACKAGES.items()
     }
+
+
+@functools.cache
+def commit() -> str:
+    """The commit of the checkout that ddtree is imported from, and whether files changed since; empty if installed."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # not someone's checkout that ddtree is installed in
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def how_to_get(library: str) -> str:

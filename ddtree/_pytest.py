@@ -18,6 +18,8 @@ ON = "ddtree_on"
 """User property: the ``[what, backend]`` pairs that a test is about."""
 CALLS = "ddtree_calls"
 """User property: calls made, by ``what[backend]``."""
+EXAMPLES = "ddtree_examples"
+"""User property: drawn examples on which a law of an operation held, by ``operation[backend]``, each of them once."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +34,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--ddtree-ops", metavar="OP,...", help="operations to test; all that the backend has if left out")
     group.addoption("--ddtree-examples", type=int, metavar="N", help="examples of each property")
+    group.addoption(
+        "--ddtree-at-least",
+        type=int,
+        metavar="N",
+        help="fail the run if laws of operations held on fewer drawn examples than this in all",
+    )
     group.addoption("--ddtree-seed", type=int, metavar="S", help="seed of the examples, to draw the same ones again")
+    group.addoption(
+        "--ddtree-again",
+        metavar="FILE",
+        help="draw the one example again that a failed law's FILE holds: of the test that `ddtree replay FILE` names",
+    )
     group.addoption(
         "--ddtree-failures",
         metavar="DIR",
@@ -81,6 +94,7 @@ class _Law:
     """What became of a test on one backend, over all its parameters."""
 
     calls: int = 0
+    examples: int = 0
     outcomes: set[str] = field(default_factory=set)
     reason: str = ""
 
@@ -89,11 +103,22 @@ class _Law:
         return next((o for o in ("FAILED", "skipped") if o in self.outcomes), "")
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run of too few examples, whatever the reason: laws not collected, skipped, cut short or not counted."""
+    wanted = session.config.getoption("--ddtree-at-least")
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if wanted is None or reporter is None or hasattr(session.config, "workerinput"):
+        return
+    too_few = sum(_examples_by_backend(_laws(reporter)).values()) < wanted
+    if too_few and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Say which laws ran on which operation, on how many calls, and what was not run and why."""
     found = _laws(terminalreporter)
-    specs = config.getoption("--ddtree-backend")
-    if not found:
+    specs, wanted = config.getoption("--ddtree-backend"), config.getoption("--ddtree-at-least")
+    if not found and wanted is None:
         return
     terminalreporter.section("ddtree: laws, by backend and operation")
     for backend, by_op in found.items():
@@ -105,6 +130,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 color = {"red": True} if law.verdict == "FAILED" else {}
                 why = f": {law.reason}" if law.verdict == "skipped" else ""
                 terminalreporter.write_line(f"{calls:>9}  {name}{'  ' * bool(law.verdict)}{law.verdict}{why}", **color)
+    by_backend = _examples_by_backend(found)
+    if by_backend or wanted is not None:
+        total = sum(by_backend.values())
+        each = ", ".join(f"{backend} {n:,}" for backend, n in by_backend.items())
+        terminalreporter.write_line(f"drawn examples, each counted once: {total:,}{f' ({each})' if each else ''}")
+        if wanted is not None and total < wanted:
+            terminalreporter.write_line(f"FAILED: --ddtree-at-least asks for {wanted:,}", red=True, bold=True)
     if specs or chosen_ops(config):
         _say_what_was_left_out(terminalreporter, config, specs, found)
 
@@ -113,12 +145,15 @@ def _laws(terminalreporter: Any) -> dict[str, dict[str, dict[str, _Law]]]:
     """Backend → operation → law."""
     found: dict[str, dict[str, dict[str, _Law]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(_Law)))
     for outcome, reports in terminalreporter.stats.items():
-        for report in reports if outcome else ():  # not those of a setup or teardown that went well
+        for report in reports if outcome not in ("", "deselected") else ():  # nor setups and teardowns that went well
             properties = dict(getattr(report, "user_properties", ()))
             for what, backend in properties.get(ON, ()):
                 name = report.nodeid.rpartition("::")[2].partition("[")[0].removeprefix("test_").replace("_", " ")
                 law = found[backend][what][name]
-                law.calls += properties.get(CALLS, {}).get(f"{what}[{backend}]", 0)
+                if report.when == "call":  # the properties are also on what setup and teardown report
+                    law.calls += properties.get(CALLS, {}).get(f"{what}[{backend}]", 0)
+                    if outcome == "passed":
+                        law.examples += properties.get(EXAMPLES, {}).get(f"{what}[{backend}]", 0)
                 law.outcomes.add("FAILED" if outcome in ("failed", "error") else outcome)
                 if outcome == "skipped":
                     law.reason = report.longrepr[2].removeprefix("Skipped: ")
@@ -129,8 +164,15 @@ def _counted(laws: dict[str, _Law]) -> str:
     verdicts = [law.verdict for law in laws.values()]
     counts = {"hold": verdicts.count(""), "fail": verdicts.count("FAILED"), "skipped": verdicts.count("skipped")}
     said = [f"{n} {what}" for what, n in counts.items() if n or what == "hold"]
-    calls = sum(law.calls for law in laws.values())
-    return f"of {len(laws)} laws {', '.join(said)}" + (f"; {calls:,} calls" if calls else "")
+    done = {what: sum(getattr(law, what) for law in laws.values()) for what in ("examples", "calls")}
+    ran = ", ".join(f"{n:,} {what}" for what, n in done.items() if n)
+    return f"of {len(laws)} laws {', '.join(said)}" + (f"; {ran}" if ran else "")
+
+
+def _examples_by_backend(found: dict[str, dict[str, dict[str, _Law]]]) -> dict[str, int]:
+    """Examples on each backend that had any."""
+    each = {b: sum(law.examples for laws in by_op.values() for law in laws.values()) for b, by_op in found.items()}
+    return {backend: n for backend, n in each.items() if n}
 
 
 def _say_what_was_left_out(

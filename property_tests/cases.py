@@ -2,7 +2,8 @@
 
 The file is KDTR. Arrays stand under ``input/``, ``expected/`` and ``got/`` by the names of the operation's arguments
 and results (``input/tree.parents``, ``got/lengths``); numbers, and what is None, under the same names as JSON in the
-metadata; strings about the case (``op``, ``backend``, ``test``, versions) are metadata too.
+metadata; strings about the case (``op``, ``backend``, ``test``, versions) are metadata too. A failed test that is about
+no single call is a file of such strings alone, a :class:`Law`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from ddtree.kdtr import DTYPES, read_kdtr, write_kdtr
+from ddtree.kdtr import DTYPES, KdtrFile, read_kdtr, write_kdtr
 from ddtree.protocols import OPS
 from ddtree.trees import Acceptance, DraftTree
 
-__all__ = ["KEYWORDS", "PARAMETERS", "RESULTS", "Case", "map_arrays", "named_leaves"]
+__all__ = ["KEYWORDS", "PARAMETERS", "RESULTS", "Case", "Law", "add_to", "map_arrays", "named_leaves"]
 
 KIND = "ddtree case 1"
+LAW = "ddtree law 1"
 RECORDS: dict[str, type] = {"tree": DraftTree, "acceptance": Acceptance}
 _SIGNATURES = {op: list(inspect.signature(OPS[op].__call__).parameters.values())[1:] for op in OPS}
 PARAMETERS = {op: tuple(p.name for p in _SIGNATURES[op]) for op in OPS}
@@ -101,7 +103,7 @@ class Case:
             raise ValueError(f"{path}: op must be one of {', '.join(OPS)}, got {op!r}")
         try:
             leaves = json.loads(about.get("values", "")) | arrays
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}: values in the metadata must be a JSON object ({error})") from error
         arguments = {}
         for name in PARAMETERS[op]:
@@ -115,6 +117,74 @@ class Case:
             raise ValueError(f"{path} lacks input/{missing[0]}, which {op} needs")
         rest = {k: v for k, v in about.items() if k not in ("kind", "op", "backend", "error", "values")}
         return cls(op, about.get("backend", ""), arguments, error=about.get("error", ""), about=rest)
+
+
+@dataclass
+class Law:
+    """A test that failed, and the one example on which it did: what is kept where no single call is at fault.
+
+    Attributes
+    ----------
+    about : dict of str
+        Where it is from: ``module``, ``test`` (of pytest, within the module), ``backends`` as a JSON list (what
+        ``--ddtree-backend`` named), ``blob`` (Hypothesis's version and blob; absent for a test without drawn examples),
+        ``failed`` (how), versions and devices.
+    """
+
+    about: dict[str, str]
+
+    def write(self, path: Path) -> None:
+        """Write it, in place of the file that may be there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_kdtr(path, {}, self.about | {"kind": LAW})
+
+    @classmethod
+    def read(cls, path: Path) -> Law:
+        """Read what :meth:`write` wrote, or what :meth:`Case.write` wrote of a test.
+
+        Raises
+        ------
+        KdtrError
+            The file is damaged.
+        ValueError
+            It is a file of something else, or says of no test; the message is one line.
+        """
+        with KdtrFile(path) as file:
+            about = dict(file.metadata)
+        if about.pop("kind", "") not in (KIND, LAW):
+            raise ValueError(f"{path} is a KDTR file, but neither a case nor a law")
+        missing = [name for name in ("module", "test", "backends") if name not in about]
+        if missing:
+            raise ValueError(f"{path} is of no test that could be run again: its metadata lack {', '.join(missing)}")
+        law = cls(about)
+        try:
+            if not all(isinstance(name, str) for name in law.backends):
+                raise ValueError
+        except (ValueError, TypeError, RecursionError):
+            raise ValueError(f"{path}: backends in the metadata must be a JSON list of names") from None
+        return law
+
+    @property
+    def backends(self) -> list[str]:
+        """What ``--ddtree-backend`` named."""
+        return list(json.loads(self.about["backends"]))
+
+    @property
+    def node(self) -> str:
+        """The test, as ``pytest --pyargs`` takes it."""
+        return f"{self.about['module']}::{self.about['test'].partition('::')[2]}"
+
+    @property
+    def blob(self) -> tuple[str, bytes] | None:
+        """Hypothesis's version and its blob of the example."""
+        version, _, blob = self.about.get("blob", "").partition(" ")
+        return (version, blob.encode()) if blob else None
+
+
+def add_to(path: Path, about: Mapping[str, str]) -> None:
+    """Add to the metadata of a case or a law that has been written."""
+    arrays, before = read_kdtr(path)
+    write_kdtr(path, arrays, before | dict(about))
 
 
 _Plain = str | int | float | bool | None

@@ -9,6 +9,20 @@ from ddtree.property_tests.tolerances import TOLERANCE
 from ddtree.trees import Acceptance, DraftTree
 
 
+class BeyondToleranceError(AssertionError):
+    """A result too far from the exact one: the message says where, ``row`` which row of the table of tolerances."""
+
+    def __init__(self, message, row):
+        super().__init__(message)
+        self.row = row
+
+    @property
+    def tolerance(self):
+        """The row in words."""
+        bound, reason = TOLERANCE[self.row]
+        return f"{', '.join(self.row)}: {bound:g} {reason}"
+
+
 def assert_same(actual, expected, what="result"):
     """Equal in kind, type, shape and bits (a NaN equals any NaN)."""
     __tracebackhide__ = True
@@ -27,10 +41,13 @@ def assert_close(actual, expected, *, row, scale=1.0, what="result"):
     ``expected`` may be of a wider type than ``actual``.
     """
     __tracebackhide__ = True
-    assert_same_form(actual, np.asarray(expected, actual.dtype), what)
-    exact = actual == expected
+    with np.errstate(over="ignore"):  # what is beyond the type's range is infinite in it
+        rounded = np.asarray(expected, actual.dtype)
+    assert_same_form(actual, rounded, what)
+    exact = (actual == expected) | (np.isinf(rounded) & (actual == rounded))
     error = np.abs(np.subtract(actual, expected, dtype=np.float64, where=~exact, out=np.zeros(actual.shape)))
-    _raise_if(~(error <= TOLERANCE[row].bound * np.broadcast_to(scale, error.shape)), actual, expected, what)
+    wrong = ~(error <= TOLERANCE[row].bound * np.broadcast_to(scale, error.shape))
+    _raise_if(wrong, actual, expected, what, lambda message: BeyondToleranceError(message, row))
 
 
 def assert_same_form(actual, expected, what="result"):
@@ -64,7 +81,7 @@ def _assert_same_record(actual, expected, cls, what):
             assert_same(got, wanted, f"{what}.{name}")
 
 
-def _raise_if(wrong, actual, expected, what):
+def _raise_if(wrong, actual, expected, what, error=AssertionError):
     __tracebackhide__ = True
     if not wrong.any():
         return
@@ -75,4 +92,4 @@ def _raise_if(wrong, actual, expected, what):
     ]
     nans = int(np.isnan(actual).sum()) if np.issubdtype(actual.dtype, np.inexact) else 0
     lines.insert(1, f"  {len(places)} of {wrong.size} differ; {actual.dtype} {actual.shape}; {nans} NaN")
-    raise AssertionError("\n  ".join([lines[0], *(line.strip() for line in lines[1:])]))
+    raise error("\n  ".join([lines[0], *(line.strip() for line in lines[1:])]))

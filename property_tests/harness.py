@@ -19,8 +19,9 @@ import numpy as np
 from ddtree import ops
 from ddtree.property_tests import nearness
 from ddtree.property_tests._backends import RECENT, Operation
-from ddtree.property_tests.cases import RESULTS, Case, map_arrays
+from ddtree.property_tests.cases import RESULTS, Case, Law, map_arrays
 from ddtree.property_tests.compare import (
+    BeyondToleranceError,
     assert_same,
     assert_same_acceptance,
     assert_same_form,
@@ -31,6 +32,8 @@ __all__ = ["FAILURES", "Agreement", "HypothesisMissingError", "check_operation",
 
 FAILURES = Path("ddtree_failures")
 """Where cases are kept if nothing else is said, in the current folder."""
+MOST_ELEMENTS = 1 << 22
+"""Of what a number in a case's file, such as a budget, makes of its own: beyond that, the case is not run."""
 
 
 def input_fault(case: Case) -> str:
@@ -42,10 +45,34 @@ def input_fault(case: Case) -> str:
     options = {} if case.op == "topk_log_probs" else {"validate": False}
     given = {name: map_arrays(value, np.array) for name, value in case.arguments.items()}
     try:
+        _check_sizes(case.op, given)
         getattr(ops, case.op)(**given, backend="reference", **options)
+        if case.op == "verify_attention":
+            _as_attention(given).dense()  # what the result is held against
     except Exception as error:  # whatever nonsense leads to
         return f"{case.op} cannot take its inputs: {first_line(error)}"
     return ""
+
+
+def _check_sizes(op: str, given: dict[str, Any]) -> None:
+    """Refuse numbers in a file that would ask for memory out of all proportion to it."""
+    tree, acceptance, prefix_lens = (given.get(name) for name in ("tree", "acceptance", "prefix_lens"))
+    if op == "build_tree":
+        slots = 1 + int(given["budget"])
+        if len(given["log_probs"]) * slots * (slots // 32) > MOST_ELEMENTS:
+            raise ValueError(f"budget = {given['budget']} makes a tree of more than {MOST_ELEMENTS:,} words of bits")
+    counts, slots = (tree.node_counts, tree.num_slots) if tree is not None else (given.get("node_counts"), 0)
+    slots = given["parents"].shape[1] if op == "visibility_words" else slots
+    if counts is not None and ((counts < 1) | (counts > slots)).any():
+        raise ValueError(f"node_counts must be in 1 … {slots}")
+    if tree is not None and tree.token_ids.shape[0] * int(tree.max_depth) > MOST_ELEMENTS:
+        raise ValueError(f"tree.max_depth = {tree.max_depth} makes paths of more than {MOST_ELEMENTS:,} nodes")
+    if acceptance is not None and (acceptance.lengths > acceptance.node_indices.shape[1]).any():
+        raise ValueError("acceptance.lengths must be at most the width of acceptance.node_indices")
+    if "page_table" in given:
+        page_size = given["kv_cache"].shape[-2]
+        if (prefix_lens > given["page_table"].shape[1] * page_size).any():
+            raise ValueError(f"prefix_lens must be in a table of {given['page_table'].shape[1]} pages of {page_size}")
 
 
 def difference(case: Case) -> str:
@@ -57,6 +84,8 @@ def difference(case: Case) -> str:
     try:
         _COMPARE.get(case.op, _same_array)(case)
     except AssertionError as error:
+        if isinstance(error, BeyondToleranceError):
+            case.about["tolerance"] = error.tolerance
         return str(error)
     except (TypeError, ValueError, AttributeError) as error:  # what came out is not even of the right kind
         return f"the result cannot be compared: it is a {type(case.got).__name__} ({first_line(error)})"
@@ -87,8 +116,11 @@ def _near_log_probs(case: Case) -> None:
 
 
 def _near_attention(case: Case) -> None:
-    given = {name: value for name, value in case.arguments.items() if name != "out"}
-    nearness.assert_near(case.got, nearness.Attention(**given), small=True)
+    nearness.assert_near(case.got, _as_attention(case.arguments), small=True)
+
+
+def _as_attention(arguments: dict[str, Any]) -> nearness.Attention:
+    return nearness.Attention(**{name: value for name, value in arguments.items() if name != "out"})
 
 
 _COMPARE: dict[str, Callable[[Case], None]] = {
@@ -104,7 +136,8 @@ def keep(path: Path, about: dict[str, str]) -> list[str]:
     """Write the call at fault among the recent ones; return what a failure's message should say of it.
 
     It is the first that differs from the reference by itself. Where none does (a law between calls is broken), it is
-    the last.
+    the last, and says so. Where a test called no operation itself (it is about an engine or a model), what is known of
+    the test is written, as a :class:`~ddtree.property_tests.cases.Law`.
     """
     told = ""
     for case in RECENT.copy():
@@ -113,9 +146,11 @@ def keep(path: Path, about: dict[str, str]) -> list[str]:
             break
     else:
         if not RECENT:
-            return []
+            Law(_origin() | about).write(path)
+            return [f"law:   {path}", f"again: ddtree replay {path}"]
         case = RECENT[-1]
-    case.about = _origin() | about
+        about = about | {"between": "calls, none of which differs from the reference by itself"}
+    case.about |= _origin() | about
     case.write(path)
     what = f"{case.op}[{case.backend}]"
     return [
@@ -127,11 +162,11 @@ def keep(path: Path, about: dict[str, str]) -> list[str]:
 
 @functools.cache
 def _origin() -> dict[str, str]:
-    """Versions and devices, as a case's metadata."""
-    from ddtree.analysis.environment import devices, versions
+    """Versions, ddtree's commit and devices, as a case's metadata."""
+    from ddtree.analysis.environment import commit, devices, versions
 
     installed = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
-    return {"versions": installed, "devices": "; ".join(devices())}
+    return {"versions": installed, "devices": "; ".join(devices())} | ({"commit": commit()} if commit() else {})
 
 
 def case_path(folder: Path, name: str) -> Path:
@@ -254,6 +289,6 @@ def check_operation(
     path = None
     if folder is not None:
         path = case_path(folder, f"{op}-{backend}")
-        case.about = _origin() | {"test": "ddtree check", "seed": str(seed)}
+        case.about |= _origin() | {"test": "ddtree check", "seed": str(seed)}
         case.write(path)
     return Agreement(backend, op, tried, wrong, first_line(told), path)

@@ -105,22 +105,22 @@ def drafts(
     if max_candidates > VOCABULARY:
         raise InvalidArgument(f"max_candidates={max_candidates} is larger than the vocabulary, {VOCABULARY}")
     bounds = (min_batch, max_batch), (0, max_depth), (min_candidates, max_candidates)
-    B, L, K = draw(st.tuples(*(st.integers(*pair) for pair in bounds)))
-    falls = draw(arrays(np.int16, (B, L, K), elements=st.integers(0, 12), fill=st.just(0)))
+    B, L, K = draw(st.tuples(*(_sizes(*pair) for pair in bounds)))
+    falls = draw(_integers_of((B, L, K), 12, zeros=8))
     kind = draw(st.sampled_from(kinds))
     log_probs = -np.asarray(DRAFT_KINDS[kind](np.cumsum(falls, -1))).astype(np.float32)
     # Multiples of a step below a prime are distinct: no id occurs twice at a depth.
-    first = draw(arrays(np.int32, (B, L, 1), elements=st.integers(0, VOCABULARY - 1), fill=st.just(0)))
-    step = draw(arrays(np.int32, (B, L, 1), elements=st.integers(1, VOCABULARY - 1), fill=st.just(1)))
+    first = draw(_integers_of((B, L, 1), VOCABULARY - 1))
+    step = 1 + draw(_integers_of((B, L, 1), VOCABULARY - 2))
     token_ids = (first + step * np.arange(K, dtype=np.int32)) % VOCABULARY
     if tails and K:
-        lost = draw(arrays(np.int8, (B, L), elements=st.integers(0, K), fill=st.just(0)))
-        tail = draw(arrays(np.float32, (B, L, K), elements=st.sampled_from([-np.inf, np.nan, 0.0, -0.5])))
+        lost = draw(_integers_of((B, L), K, zeros=3 * K))
+        tail = np.array([-np.inf, np.nan, 0.0, -0.5], np.float32)[draw(_integers_of((B, L, K), 3))]
         end = K - lost[..., None]
         tail = np.where((np.arange(K) == end) & (tail > -np.inf), np.float32(-np.inf), tail)
         beyond = np.arange(K) >= end
         log_probs, token_ids = np.where(beyond, tail, log_probs), np.where(beyond, np.int32(-1), token_ids)
-    roots = draw(arrays(np.int32, B, elements=st.integers(0, VOCABULARY - 1)))
+    roots = draw(_integers_of((B,), VOCABULARY - 1))
     return Draft(log_probs, token_ids, roots)
 
 
@@ -129,8 +129,8 @@ def budgets(*, max_budget: int = MAX_NODES):
 
     Shrinks towards 0.
     """
-    edges = [b for b in (30, 31, 32, 63, 64) if b <= max_budget]
-    return st.integers(0, max_budget) | st.sampled_from(edges) if edges else st.integers(0, max_budget)
+    edges = [b for b in (30, 31, 32, 33, 63, 64, 65) if b <= max_budget]
+    return st.integers(0, max_budget) | st.sampled_from([*edges, max_budget]) if edges else st.integers(0, max_budget)
 
 
 def built_trees(**bounds: Any):
@@ -160,8 +160,8 @@ def parent_arrays(
     _check_order("nodes", 1, min_nodes, max_nodes)
     if min_nodes > _capacity(max_depth, max_children):
         raise InvalidArgument(f"no tree of min_nodes={min_nodes} has {max_depth=} and {max_children=}")
-    # One list and no separate size: deleting an entry leaves a valid tree, lowering one moves a node rootwards.
-    attach = draw(_lists(st.integers(0, max_nodes), min_size=min_nodes - 1, max_size=max_nodes - 1))
+    # One sequence and no separate size: deleting an entry leaves a valid tree, lowering one moves a node rootwards.
+    attach = draw(_codes(max_nodes, zeros=max_nodes // 4, min_size=min_nodes - 1, max_size=max_nodes - 1))
     return _decode(attach, max_depth, max_children)
 
 
@@ -177,14 +177,16 @@ def draft_trees(
     Shrinks towards an empty batch, then roots alone, token 0, and no unused slots.
     """
     _check_order("batch", 0, min_batch, max_batch)
-    nodes = st.tuples(st.integers(0, max_nodes), st.integers(0, max_token))
-    tree = _lists(nodes, min_size=1, max_size=max_nodes)  # the first is the root, and only its token counts
-    trees = draw(st.lists(tree, min_size=min_batch, max_size=max_batch))
+    # a node's number is the place that it attaches to, then its token; the first is the root, whose place means nothing
+    places, ids = max_nodes + 1, max_token + 1
+    tree = _codes(places * ids - 1, min_size=1, max_size=max_nodes)
+    some = st.lists(tree, min_size=min(max(min_batch, 1), max_batch), max_size=max_batch)
+    trees = draw(st.lists(tree, min_size=min_batch, max_size=max_batch) | some)  # none is one value, so a rare one
     N = max(map(len, trees), default=1) + draw(st.integers(0, 2))
     parents, tokens = np.full((2, len(trees), N), -1, np.int32)
     for b, one in enumerate(trees):
-        parents[b, : len(one)] = _decode([at for at, _ in one[1:]])
-        tokens[b, : len(one)] = [token for _, token in one]
+        parents[b, : len(one)] = _decode([node // ids for node in one[1:]])
+        tokens[b, : len(one)] = [node % ids for node in one]
     return tree_from_parents(tokens, parents, np.array([len(one) for one in trees], np.int32))
 
 
@@ -198,7 +200,7 @@ def target_choices(draw, trees):
     """
     tree = draw(trees)
     B, N = tree.token_ids.shape
-    draws = draw(arrays(np.int8, (B, N), elements=st.integers(0, 2 * MAX_TOKEN), fill=st.just(0)))
+    draws = draw(_integers_of((B, N), 2 * MAX_TOKEN, zeros=4 * MAX_TOKEN))
     choices = np.where(draws % 2, np.int32(0), np.int32(-1))
     usual = draw(st.integers(0, 1))  # the child that is chosen where nothing else is drawn
     for b in range(B):
@@ -309,13 +311,13 @@ def logit_batches(
     Shrinks towards no rows, a small vocabulary, and zeros.
     """
     _check_order("vocab", 0, min_vocab, max_vocab)
-    shape = draw(st.tuples(st.integers(0, 2), st.integers(0, max_rows), st.integers(min_vocab, max_vocab)))
+    shape = draw(st.tuples(_sizes(0, 2), _sizes(0, max_rows), _sizes(min_vocab, max_vocab)))
     # Beyond the grid's 25 values, each further one is a special: drawn rarely enough to leave most rows usable.
-    steps = draw(arrays(np.int8, shape, elements=st.integers(-12, 12 + len(specials)), fill=st.just(0)))
+    codes = draw(_integers_of(shape, 24 + len(specials), zeros=8))
     dtype, unit = LOGIT_KINDS[draw(st.sampled_from(kinds))]
-    values = steps * unit
+    values = np.where(codes % 2, codes // 2 + 1, -(codes // 2)) * unit  # 0, 1, −1, 2, −2, … units
     for i, special in enumerate(specials):
-        values[steps == 13 + i] = special
+        values[codes == 25 + i] = special
     return values.astype(dtype)
 
 
@@ -459,12 +461,48 @@ def poisoned_queries(rng, tree, heads, width, dtype, size=1.0):
     return q
 
 
-def _lists(elements, *, min_size, max_size):
-    """Lists, of which more than by chance alone have 32 entries or more: there a word of bits ends."""
-    lists = st.lists(elements, min_size=min_size, max_size=max_size)
-    if not min_size < 32 <= max_size:
-        return lists
-    return lists | st.lists(elements, min_size=32, max_size=max_size)
+def _sizes(low, high):
+    """Integers from ``low`` to ``high``; ``low`` a fourth as often (of 0 there is nothing to see), ``high`` twice.
+
+    Shrinks towards ``low``.
+    """
+    return st.integers(0, 4 * (high - low) + 4).map(lambda quarters: min(low - -quarters // 4, high))
+
+
+def _integers_of(shape, highest, *, zeros=0):
+    """Arrays int32 of ``shape``, of 0 to ``highest``: drawn as bytes, a byte an element, in the time of two integers.
+
+    * ``zeros`` makes 0 that many times likelier, beside the one time that it shares with every other integer.
+
+    Shrinks every element towards 0. What is drawn keeps its meaning while another draw makes the array smaller, since
+    elements without a byte are 0.
+    """
+    size = int(np.prod(shape))
+    first_elements, all_elements = st.binary(max_size=size), st.binary(min_size=size, max_size=size)
+    return (first_elements | all_elements).map(
+        lambda data: _scaled(np.frombuffer(data.ljust(size, b"\0"), np.uint8), highest, zeros).reshape(shape)
+    )
+
+
+def _scaled(byte, highest, zeros=0):
+    """Bytes as integers up to ``highest``: each of them is met, and a smaller byte is never a larger integer."""
+    return np.maximum(byte * np.int32(highest + 1 + zeros) // 256 - zeros, 0).astype(np.int32)
+
+
+def _codes(highest, *, min_size, max_size, zeros=0):
+    """Lists of integers from 0 to ``highest``; more than by chance alone have 32 or more, where a word of bits ends.
+
+    Drawn as bytes where a byte can tell the integers apart: one draw in place of one an entry, an eighth of the time.
+    Shrinks as a list does: towards fewer entries, and each towards 0.
+    """
+
+    def lists(least):
+        if highest >= 256:
+            return st.lists(st.integers(0, highest), min_size=least, max_size=max_size)
+        drawn = st.binary(min_size=least, max_size=max_size)
+        return drawn.map(lambda data: _scaled(np.frombuffer(data, np.uint8), highest, zeros).tolist())
+
+    return lists(min_size) | lists(32) if min_size < 32 <= max_size else lists(min_size)
 
 
 def _decode(attach, max_depth=None, max_children=None):

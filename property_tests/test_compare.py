@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from ddtree.property_tests._backends import Operation
-from ddtree.property_tests.compare import assert_close, assert_same, assert_same_acceptance, assert_same_tree
+from ddtree.property_tests.compare import (
+    BeyondToleranceError,
+    assert_close,
+    assert_same,
+    assert_same_acceptance,
+    assert_same_tree,
+)
 from ddtree.property_tests.tolerances import TOLERANCE
 from ddtree.trees import Acceptance, chain_tree
 
@@ -113,3 +119,10 @@ def test_a_result_in_place_of_a_write_in_place_is_noticed():
     kept = Acceptance(ZEROS, ZEROS[:, 0], ZEROS[:, 0], np.zeros(2, np.bool_))
     with pytest.raises(AssertionError, match="works in place and returns None, got ndarray"):
         Operation("compact_cache", CARELESS)(np.zeros((1, 1, 4, 2)), ZEROS[:, :1], ZEROS[:, 0], kept)
+
+
+def test_what_is_beyond_the_types_range_is_infinite_in_it():
+    assert_close(np.full(1, -np.inf, np.float32), np.array([-1e300]), row=("topk_log_probs", "float32"))
+    with pytest.raises(BeyondToleranceError, match=r"result\[0\]: 0.0, should be -1e\+300") as caught:
+        assert_close(np.zeros(1, np.float32), np.array([-1e300]), row=("topk_log_probs", "float32"))
+    assert caught.value.tolerance.startswith("topk_log_probs, float32: 1e-06 times max(1, ")

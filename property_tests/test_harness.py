@@ -14,10 +14,11 @@ from hypothesis import find, settings
 from ddtree import reference
 from ddtree.kdtr import read_kdtr, write_kdtr
 from ddtree.property_tests._backends import RECENT, Operation
-from ddtree.property_tests.cases import Case, named_leaves
+from ddtree.property_tests.cases import Case, Law, named_leaves
 from ddtree.property_tests.harness import check_operation, difference, input_fault, keep, rerun
 from ddtree.property_tests.strategies import calls
 from ddtree.protocols import OPS
+from ddtree.trees import Acceptance, tree_from_parents
 
 
 def of_the_array(name):
@@ -84,9 +85,10 @@ def raises(depths, prefix_lens):
 
 
 def writes_into_its_input(depths, prefix_lens):
+    positions = reference.tree_positions(depths, prefix_lens)
     depths.flags.writeable = True
     depths += prefix_lens[:, None]
-    return depths
+    return positions
 
 
 @pytest.fixture
@@ -121,7 +123,7 @@ SMALLEST = {
     "exception": ("tree_positions", raises, r"raised RuntimeError: no kernel image$",
                   lambda given: given["depths"].size == 0),
     "write": ("tree_positions", writes_into_its_input, r"tree_positions\[planted_\d+\] wrote into depths$",
-              lambda given: given["depths"].shape == (1, 1) and given["prefix_lens"].tolist() == [1]),
+              lambda given: given["depths"].size <= 2 and given["prefix_lens"].sum() == 1),
     "type": ("visibility_words", lambda p, c: reference.visibility_words(p, c).astype(np.int64),
              r"result is of type int64, should be uint32", lambda given: given["parents"].size == 0),
     "no array": ("visibility_words", lambda p, c: None, r"the result cannot be compared: it is a NoneType",
@@ -195,10 +197,36 @@ def test_a_failing_test_keeps_the_first_of_its_calls_that_differs(planted, tmp_p
     assert f"numpy {np.__version__}" in about["versions"]
 
 
-def test_a_test_that_called_nothing_keeps_nothing(tmp_path):
+def test_a_test_that_called_nothing_keeps_what_is_known_of_it(tmp_path):
     RECENT.clear()
-    assert keep(tmp_path / "case.kdtr", {}) == []
-    assert not list(tmp_path.iterdir())
+    path = tmp_path / "law.kdtr"
+    about = {"module": "a.b", "test": "b.py::test_x[y]", "backends": '["m:o"]', "blob": "6.1 AXic"}
+    assert keep(path, about) == [f"law:   {path}", f"again: ddtree replay {path}"]
+    law = Law.read(path)
+    assert (law.node, law.backends, law.blob) == ("a.b::test_x[y]", ["m:o"], ("6.1", b"AXic"))
+    assert f"numpy {np.__version__}" in law.about["versions"]
+
+
+LAW_ABOUT = {"kind": "ddtree law 1", "module": "m", "test": "t.py::t", "backends": "[]"}
+
+
+@pytest.mark.parametrize(
+    "about, message",
+    [
+        ({}, "neither a case nor a law"),
+        (LAW_ABOUT | {"kind": "ddtree law 2"}, "neither a case nor a law"),
+        ({"kind": "ddtree law 1", "test": "t"}, "its metadata lack module, backends$"),
+        (LAW_ABOUT | {"backends": "[1]"}, "backends in the metadata must be a JSON list of names$"),
+        (LAW_ABOUT | {"backends": "[" * 10_000}, "backends in the metadata must be a JSON list of names$"),
+        (LAW_ABOUT | {"backends": "3"}, "backends in the metadata must be a JSON list of names$"),
+    ],
+)
+def test_a_file_of_no_law_is_refused_in_one_line(about, message, tmp_path):
+    path = tmp_path / "law.kdtr"
+    write_kdtr(path, {}, about)
+    with pytest.raises(ValueError, match=message) as caught:
+        Law.read(path)
+    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -232,6 +260,7 @@ CASE = {"kind": "ddtree case 1", "op": "tree_positions", "values": "{}"}
         (CASE | {"op": "rm"}, "op must be one of topk_log_probs, .*, got 'rm'"),
         (CASE | {"values": "[}"}, r"values in the metadata must be a JSON object \("),
         (CASE | {"values": "[]"}, r"values in the metadata must be a JSON object \("),
+        (CASE | {"values": "[" * 100_000}, r"values in the metadata must be a JSON object \("),
         (CASE, "lacks input/depths, which tree_positions needs"),
         (CASE | {"op": "accept_tree"}, "lacks input/tree.token_ids$"),
     ],
@@ -257,4 +286,68 @@ def test_inputs_that_the_operation_cannot_take_are_named(name, value, message):
     arguments = {"depths": np.zeros((1, 3), np.int32), "prefix_lens": np.zeros(1, np.int32)} | {name: value}
     fault = input_fault(Case("tree_positions", "reference", arguments))
     assert fault.startswith("tree_positions cannot take its inputs: ")
+    assert re.search(message, fault), fault
+
+
+def a_call_of(op):
+    """The smallest arguments that a budget, a depth, a prefix or an accepted length can be wrong in."""
+    tree = tree_from_parents(np.array([[1, 2]], np.int32), np.array([[-1, 0]], np.int32))
+    one = np.zeros(1, np.int32)
+    paged = {"page_table": np.zeros((1, 1), np.int32), "prefix_lens": one}
+    return {
+        "build_tree": {
+            "log_probs": np.zeros((1, 1, 1), np.float32),
+            "token_ids": np.zeros((1, 1, 1), np.int32),
+            "root_token_ids": one,
+            "budget": 3,
+        },
+        "accept_tree": {"tree": tree, "target_token_ids": np.zeros((1, 2), np.int32)},
+        "visibility_words": {"parents": tree.parents, "node_counts": tree.node_counts},
+        "verify_attention": {"q": np.ones((1, 2, 1, 3), np.float32), "kv_cache": np.ones((1, 4, 3), np.float32)}
+        | paged
+        | {"tree": tree, "scale": 1.0, "kv_lora_rank": 2},
+        "compact_cache": {"kv_cache": np.ones((1, 1, 4, 3), np.float32)}
+        | paged
+        | {"acceptance": Acceptance(np.zeros((1, 2), np.int32), one + 1, one, one > 0)},
+    }[op]
+
+
+@pytest.mark.parametrize(
+    "op, change, message",
+    [
+        ("build_tree", lambda given: {"budget": 2**31 - 2}, "budget = 2147483646 makes a tree of more than"),
+        (
+            "accept_tree",
+            lambda given: {"tree": replace(given["tree"], max_depth=2**31 - 3)},
+            "max_depth = .* makes paths",
+        ),
+        (
+            "verify_attention",
+            lambda given: {"prefix_lens": np.array([2**31 - 9], np.int32)},
+            "in a table of 1 pages",
+        ),
+        ("compact_cache", lambda given: {"prefix_lens": np.array([2**31 - 9], np.int32)}, "in a table of 1 pages"),
+        (
+            "verify_attention",
+            lambda given: {"tree": replace(given["tree"], node_counts=np.array([50_529_027], np.int32))},
+            "node_counts must be in 1 … 2$",
+        ),
+        ("visibility_words", lambda given: {"node_counts": np.array([50_529_027], np.int32)}, "must be in 1 … 2$"),
+        (
+            "compact_cache",
+            lambda given: {"acceptance": replace(given["acceptance"], lengths=np.array([2**31 - 1], np.int32))},
+            "lengths must be at most the width of",
+        ),
+        (
+            "verify_attention",
+            lambda given: {"tree": replace(given["tree"], parents=np.array([[-1, 77]], np.int32))},
+            "list index out of range",
+        ),
+    ],
+)
+def test_numbers_in_a_file_take_neither_memory_nor_the_command_down(op, change, message):
+    given = a_call_of(op)
+    assert input_fault(Case(op, "reference", given)) == ""
+    fault = input_fault(Case(op, "reference", given | change(given)))
+    assert fault.startswith(f"{op} cannot take its inputs: ")
     assert re.search(message, fault), fault

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -26,15 +27,21 @@ ROWS_BEFORE, ROWS_AFTER = 3, 4
 def replay(file: Path, backend: str | None) -> None:
     """Run the case in FILE again, beside the reference.
 
-    Exits with 0 if the two agree, 1 if they differ, and 2 if the case cannot be run here.
+    Where FILE is of a law, its test runs again on the one example that failed. Exits with 0 if the two agree or the law
+    holds, 1 if not, and 2 if the file cannot be run here.
     """
     from rich.console import Console
 
+    from ddtree.kdtr import KdtrFile
     from ddtree.property_tests._backends import Operation
-    from ddtree.property_tests.cases import Case
+    from ddtree.property_tests.cases import LAW, Case
     from ddtree.property_tests.harness import difference, input_fault, rerun
 
     try:
+        with KdtrFile(file) as opened:
+            is_law = opened.metadata.get("kind") == LAW
+        if is_law:
+            _run_law(file, backend)
         case = Case.read(file)
     except OSError as error:
         raise CannotRun(f"{file}: {error.strerror}") from error
@@ -51,9 +58,52 @@ def replay(file: Path, backend: str | None) -> None:
     console = Console(highlight=False)
     if not told:
         console.print(f"{case.op}[{case.backend}] is the same as the reference", markup=False, soft_wrap=True)
+        if "between" in case.about:
+            console.print("It failed by a law between calls, which is run again:", markup=False, soft_wrap=True)
+            _run_law(file, backend)
         return
     _show(console, case, told)
     raise SystemExit(1)
+
+
+def _run_law(file: Path, backend: str | None) -> NoReturn:
+    """Run a law's test again, on the example that failed; exit with what came of it."""
+    import importlib.util
+    import os
+    import subprocess
+    import sys
+
+    from ddtree.property_tests.cases import Law
+
+    try:
+        law = Law.read(file)
+    except ValueError as error:
+        raise CannotRun(str(error)) from error
+    if backend is not None:
+        raise CannotRun(f"{file} is a law of {law.about['test']}: it is run on what it was run on, without --backend")
+    missing = [library for library in ("pytest", "hypothesis") if importlib.util.find_spec(library) is None]
+    if missing:
+        raise CannotRun(f"running a law needs {' and '.join(missing)}: pip install 'ddtree[test]'")
+    for what in ("failed", "seed", "blob", "tolerance", "commit", "versions"):
+        if law.about.get(what):
+            click.echo(f"{what}: {law.about[what]}")
+    specs = [word for spec in law.backends for word in ("--ddtree-backend", spec)]
+    words = ["--pyargs", law.node, *specs, "--ddtree-again", str(file)]
+    click.echo(f"pytest {shlex.join(words)}")
+    options = ["-q", "--no-header", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTEST_ADDOPTS": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    click.echo(done.stdout, nl=False)
+    if done.returncode not in (0, 1):
+        raise CannotRun(f"{law.about['test']} could not be run again")
+    click.echo("the law holds on the example" if done.returncode == 0 else "the law is still broken")
+    raise SystemExit(done.returncode)
 
 
 def _show(console: Console, case: Case, told: str) -> None:
@@ -63,16 +113,18 @@ def _show(console: Console, case: Case, told: str) -> None:
     from ddtree.property_tests.cases import named_leaves
     from ddtree.trees import Acceptance, DraftTree
 
-    console.print(f"{case.op}[{case.backend}] differs from the reference", style="bold red", markup=False)
+    console.print(
+        f"{case.op}[{case.backend}] differs from the reference", style="bold red", markup=False, soft_wrap=True
+    )
     console.print(told, markup=False, soft_wrap=True)
     given = [
         f"{name.lstrip('/')} {value.dtype} {value.shape}" if isinstance(value, np.ndarray) else f"{name[1:]}={value}"
         for name, value in named_leaves("", case.arguments)
     ]
     console.print(f"\ngiven: {', '.join(given)}", markup=False)
-    for what in ("test", "seed", "versions"):
+    for what in ("test", "seed", "blob", "tolerance", "commit", "versions"):
         if case.about.get(what):
-            console.print(f"{what}: {case.about[what]}", markup=False, soft_wrap=what == "test")
+            console.print(f"{what}: {case.about[what]}", markup=False, soft_wrap=what in ("test", "blob"))
     if case.error:
         return
     console.print()

@@ -308,6 +308,7 @@ def check_names(config: ModelConfig, names: Iterable[str]) -> dict[str, tuple[in
     """
     have = set(names)
     layers = range(config.num_hidden_layers)
+    _check_counts(config, have)
     fused = [i for i in layers if f"model.layers.{i}.mlp.experts.gate_up_proj" in have]
     shapes = config.tensor_shapes(fused_layers=fused)
     extra_layers = range(layers.stop, layers.stop + config.num_nextn_predict_layers)
@@ -325,6 +326,16 @@ def check_names(config: ModelConfig, names: Iterable[str]) -> dict[str, tuple[in
             subject = "the weights" if what == "lack" else "the configuration's tensors"
             raise ValueError(f"{subject} {what} {some}")
     return shapes
+
+
+def _check_counts(config: ModelConfig, have: set[str]) -> None:
+    """Refuse more layers or experts than there are tensors, before the names of all of them are made."""
+    experts = [] if any(name.endswith(".mlp.experts.gate_up_proj") for name in have) else ["n_routed_experts"]
+    for key in ["num_hidden_layers", *(experts if config.first_k_dense_replace < config.num_hidden_layers else [])]:
+        count = getattr(config, key)
+        if count > len(have):
+            what = "layers" if key == "num_hidden_layers" else "experts"
+            raise ValueError(f"the weights lack {what}: {key} = {count}, and there are {len(have)} tensors in all")
 
 
 class _Reader:
@@ -393,6 +404,7 @@ def _pack_experts(read: _Reader, mlp: str) -> _Experts:
 def _pack_attention(read: _Reader, attention: str) -> LatentAttention:
     c = read.config
     H, P, C, R = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank, c.qk_rope_head_dim
+    kv_down = read.host(f"{attention}.kv_a_proj_with_mqa.weight")  # first: that R is not only claimed
     # Interleaved pairs become halves here, once: attention's scores do not depend on the order of elements.
     halves = np.arange(R).reshape(-1, 2).T.reshape(-1) if c.rope_interleave else np.arange(R)
 
@@ -401,7 +413,6 @@ def _pack_attention(read: _Reader, attention: str) -> LatentAttention:
         heads[:, P:] = heads[:, P + halves]
         return heads.reshape(H * (P + R), -1)
 
-    kv_down = read.host(f"{attention}.kv_a_proj_with_mqa.weight")
     kv_down[C:] = kv_down[C + halves]
     compressed = c.q_lora_rank is not None
     q_down = read.host(f"{attention}.q_a_proj.weight") if compressed else queries(f"{attention}.q_proj.weight")

@@ -6,6 +6,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ Run = Callable[..., Result]
 
 def wrong_words(parents: Any, node_counts: Any) -> Any:
     words = reference.visibility_words(parents, node_counts)
-    words[..., -1] &= 3  # what a node sees beyond the second is lost
+    words[..., 0] &= 3  # what a node sees beyond the second is lost
     return words
 
 
@@ -121,6 +122,48 @@ def test_replay_shows_what_differs_side_by_side(run: Run, op: str, shown: list[s
     assert max(map(len, result.stdout.splitlines())) <= width
     mended = run("replay", str(path), "--backend", "reference")
     assert (mended.exit_code, mended.stdout) == (0, f"{op}[reference] is the same as the reference\n")
+
+
+def a_tree_case(path: str) -> None:
+    log_probs = np.array([[[-0.125, -0.25]] * 2], np.float32)
+    drafted = {"log_probs": log_probs, "token_ids": np.array([[[5, 6], [7, 8]]], np.int32)}
+    Case("build_tree", "changed", drafted | {"root_token_ids": np.array([1], np.int32), "budget": 3}).write(Path(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (
+            lambda tree: {"parents": np.where(tree.ranks == 1, np.int32(3), tree.parents)},
+            [
+                r"^request 0, node 3 is the first that differs; 1 of 4 do$",
+                r"^  >   3 +\(1\) +6 +-0.25 +no path: parent 3",
+            ],
+        ),
+        (
+            lambda tree: {"node_counts": tree.node_counts - 1},
+            [r"^request 0, node 3 is the first that differs; 1 of 4 do$", r"^  >   3 +\(1\) +6 +-0.25 +- +- +- *$"],
+        ),
+        (
+            lambda tree: {"visibility_words": tree.visibility_words ^ np.uint32(4)},
+            [r"^rank paths, tokens and scores are equal: only what follows from them differs$"],
+        ),
+    ],
+    ids=["a node that is its own parent", "a node less", "visibility"],
+)
+def test_replay_shows_a_tree_node_by_node(
+    run: Run, change: Callable[..., Any], shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_tree(*args: Any, budget: int) -> Any:
+        tree = reference.build_tree(*args, budget=budget)
+        return replace(tree, **change(tree))
+
+    monkeypatch.setitem(sys.modules, "changed", types.SimpleNamespace(build_tree=build_tree))
+    a_tree_case("tree.kdtr")
+    result = run("replay", "tree.kdtr", width=120)
+    assert result.exit_code == 1
+    for pattern in shown:
+        assert re.search(pattern, result.stdout, re.M), result.stdout
 
 
 def test_replay_of_an_operation_that_raises_shows_what_it_raised(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

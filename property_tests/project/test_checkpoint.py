@@ -4,6 +4,7 @@ import json
 import re
 import struct
 import sys
+import tracemalloc
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from ddtree.kdtr import KdtrError, KdtrFile, read_kdtr, write_kdtr
 from ddtree.model import DeepseekV3, ModelConfig, Yarn, golden_bundle, load_model, save_bundle
 from ddtree.property_tests.compare import assert_same
+from ddtree.property_tests.project.fuzz.targets import tiny_models
 from ddtree.protocols import KVCache
 from ddtree.trees import chain_tree
 
@@ -415,3 +417,32 @@ def test_save_bundle_refuses_and_leaves_no_file(tmp_path):
     with pytest.raises(ValueError, match="metadata must not hold 'config'"):
         save_bundle(path, config, weights, metadata={"config": "{}"})
     assert not list(tmp_path.iterdir())
+
+
+SIZES = (
+    "vocab_size", "hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "v_head_dim", "num_hidden_layers",
+)  # fmt: skip
+SIZES_OF_EXPERTS = ("q_lora_rank", "moe_intermediate_size", "n_routed_experts", "n_shared_experts")
+
+
+@pytest.mark.parametrize(
+    ("experts", "size"),
+    [
+        *((e, size) for e in (0, 1) for size in SIZES),
+        (0, "intermediate_size"),
+        *((1, size) for size in SIZES_OF_EXPERTS),
+    ],
+)
+def test_a_size_that_is_only_claimed_is_met_at_a_tensor_and_takes_no_memory(experts, size):
+    """Found by fuzzing: rotated pairs were put in order, and all tensors named, before any was seen to be there."""
+    config, weights = tiny_models()[experts]
+    largest = {"n_routed_experts": 2**17, "num_hidden_layers": 2**15}.get(size, 2**40)
+    claimed = config.to_dict() | {size: largest, "num_key_value_heads": None}
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"must have shape .* by the configuration|the weights lack"):
+            DeepseekV3(ModelConfig.from_dict(claimed), weights, backend="reference")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 18
+    finally:
+        tracemalloc.stop()
