@@ -7,7 +7,7 @@ made of such drafts, and a target that agrees with the drafter half of the time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class Case:
     name : str
         The operation, or what the sequence does: cases of a name are drawn as one figure.
     ops : tuple of str
-        The operations that it needs.
+        The functions that it needs: operations, or kernels of a model's layers.
     sizes : dict of str to number or str
         The contract's letters, ``budget``, ``context``, and the type of the floats.
     make : callable
@@ -50,6 +50,10 @@ class Case:
         Floating-point operations that it must do, and bytes that must go through memory at least once.
     gpu_only : bool
         It would take seconds on a CPU.
+    slow_peers : bool
+        Peers that take long to prepare are worth it here, if they are asked for.
+    fault : callable or None
+        ``fault(inputs, result)`` says what is wrong with a result, and "" where nothing is; None where the suite knows.
     """
 
     name: str
@@ -60,6 +64,8 @@ class Case:
     flops: float = 0.0
     bytes: float = 0.0
     gpu_only: bool = False
+    slow_peers: bool = False
+    fault: Callable[[dict[str, Any], Any], str] | None = None
 
     @property
     def label(self) -> str:
@@ -79,16 +85,26 @@ def _trees(B: int, L: int, budget: int, K: int | None = None) -> DraftTree:
     return tree
 
 
-def _build_tree(B: int, L: int, K: int, budget: int) -> Case:
+def _peaked(B: int, L: int, K: int) -> dict[str, Any]:
+    """Drafts whose first 8 candidates a depth have most of the mass: trees of them are deep."""
+    rng = np.random.default_rng(0)
+    logits = 3 * rng.standard_normal((B, L, 4096), np.float32)
+    logits[..., :8] = 14 + rng.uniform(0, 12, (B, L, 8))
+    log_probs, token_ids = numba_cpu.topk_log_probs(logits, K)
+    return {"log_probs": log_probs, "token_ids": token_ids, "root_token_ids": rng.integers(0, 4096, B).astype(np.int32)}
+
+
+def _build_tree(B: int, L: int, K: int, budget: int, drafts: str = "random") -> Case:
     def make() -> dict[str, Any]:
-        log_probs, token_ids, roots = draft(DraftCase(budget, K, False, B, L))
+        if drafts == "peaked":
+            return _peaked(B, L, K) | {"budget": budget}
+        log_probs, token_ids, roots = draft(DraftCase(budget, K, drafts == "tied", B, L))
         return {"log_probs": log_probs, "token_ids": token_ids, "root_token_ids": roots, "budget": budget}
 
     N = 1 + budget
     moved = B * (L * K * 8 + N * (4 * 4 + 8 + 4 * -(-N // 32)))
-    return Case(
-        "build_tree", ("build_tree",), {"B": B, "L": L, "K": K, "budget": budget}, make, _call("build_tree"), 0, moved
-    )
+    sizes = {"B": B, "L": L, "K": K, "budget": budget, "drafts": drafts}
+    return Case("build_tree", ("build_tree",), sizes, make, _call("build_tree"), 0, moved)
 
 
 def _topk(B: int, L: int, K: int, dtype: Any) -> Case:
@@ -151,6 +167,7 @@ def _attention(B: int, H: int, N: int, context: int, dtype: Any = ml_dtypes.bflo
         2.0 * B * H * N * (context + N) * (2 * LATENT + ROTATED),
         size * B * ((context + N) * (LATENT + ROTATED) + N * H * (2 * LATENT + ROTATED)),
         gpu_only,
+        slow_peers=(B, H, N, context) in ((1, 8, 64, 8192), (1, 64, 64, 32768), (32, 8, 32, 4096), (1, 8, 16, 8192)),
     )
 
 
@@ -210,6 +227,7 @@ BF16, F32 = ml_dtypes.bfloat16, np.float32
 CASES: tuple[Case, ...] = (
     *(_build_tree(B, L, 64, 64) for B, L in ((1, 7), (1, 15), (8, 15), (64, 15), (256, 15))),
     *(_build_tree(1, 15, K, K) for K in (16, 256, 1024)),
+    *(_build_tree(1, 15, 64, budget, drafts) for budget in (64, 1024) for drafts in ("tied", "peaked")),
     *(_topk(1, L, 64, dtype) for L in (7, 15) for dtype in (BF16, F32)),
     *(_logits_to_tree(1, L, 64, 64) for L in (7, 15)),
     *(
@@ -232,10 +250,12 @@ CASES: tuple[Case, ...] = (
 """Every case, those of a name together."""
 
 
-def cases_for(ops: tuple[str, ...], *, on_gpu: bool, only: tuple[str, ...] = ()) -> tuple[Case, ...]:
-    """The cases that need nothing but ``ops``, each at least one of ``only`` if that is given."""
+def cases_for(available: Collection[str], *, on_gpu: bool, only: tuple[str, ...] = ()) -> tuple[Case, ...]:
+    """The cases that need nothing but ``available``, each at least one of ``only`` if that is given."""
+    from ddtree.analysis.benchmarks.layer_cases import LAYER_CASES
+
     return tuple(
         case
-        for case in CASES
-        if set(case.ops) <= set(ops) and (on_gpu or not case.gpu_only) and (not only or set(case.ops) & set(only))
+        for case in CASES + LAYER_CASES
+        if set(case.ops) <= set(available) and (on_gpu or not case.gpu_only) and (not only or set(case.ops) & set(only))
     )

@@ -206,7 +206,75 @@ def children_of(tree: DraftTree, b: int) -> list[dict[int, int]]:
     return children
 
 
+# Layers, by the vendor's library and torch's kernels.
+
+
+def _torch_rms_norm(torch: Any, inputs: dict[str, Any], device: str) -> Callable[[], Any]:
+    x, weight = (tensor(torch, inputs[name], device) for name in ("x", "weight"))
+    return lambda: torch.nn.functional.rms_norm(x, weight.shape, weight, inputs["eps"])
+
+
+def _torch_linear(torch: Any, inputs: dict[str, Any], device: str) -> Callable[[], Any]:
+    x, weight = (tensor(torch, inputs[name], device) for name in ("x", "weight"))
+    return lambda: torch.nn.functional.linear(x, weight)
+
+
+def _gated(torch: Any, x: Any, gate_up: Any, down: Any) -> Any:
+    gate, up = torch.nn.functional.linear(x, gate_up).chunk(2, -1)
+    return torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down)
+
+
+def _torch_swiglu(torch: Any, inputs: dict[str, Any], device: str) -> Callable[[], Any]:
+    given = [tensor(torch, inputs[name], device) for name in ("x", "gate_up", "down")]
+    return lambda: _gated(torch, *given)
+
+
+def _torch_route(torch: Any, inputs: dict[str, Any], device: str) -> Callable[[], Any]:
+    logits, bias = (tensor(torch, inputs[name], device) for name in ("logits", "bias"))
+    K, groups, kept = (inputs[name] for name in ("num_experts_per_tok", "n_group", "topk_group"))
+
+    def run() -> Any:
+        scores = logits.sigmoid()
+        grouped = (scores + bias).view(len(logits), groups, -1)
+        best = grouped.topk(2, -1)[0].sum(-1).topk(kept, -1, sorted=False)[1]
+        mask = torch.zeros_like(grouped[..., 0]).scatter_(1, best, 1).bool()
+        ids = grouped.masked_fill(~mask[..., None], float("-inf")).flatten(1).topk(K, -1)[1]
+        weights = scores.gather(1, ids)
+        return ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * inputs["routed_scaling_factor"]
+
+    return run
+
+
+def _experts_one_by_one(torch: Any, inputs: dict[str, Any], device: str) -> Callable[[], Any]:
+    x, ids, weights, gate_up, down = (
+        tensor(torch, inputs[name], device) for name in ("x", "expert_ids", "weights", "gate_up", "down")
+    )
+
+    def run() -> Any:
+        result = torch.zeros_like(x)
+        for expert in range(len(gate_up)):
+            tokens, places = torch.where(ids == expert)  # waits for the GPU
+            if len(tokens):
+                out = _gated(torch, x[tokens], gate_up[expert], down[expert])
+                result.index_add_(0, tokens, out * weights[tokens, places, None])
+        return result
+
+    return run
+
+
 PEERS = (
+    Peer("torch", "rms_norm", "torch.nn.functional.rms_norm", "torch", _torch_rms_norm),
+    Peer("torch", "linear", "torch.nn.functional.linear, which is the vendor's library", "torch", _torch_linear),
+    Peer("torch", "swiglu", "two such products, and silu between them", "torch", _torch_swiglu),
+    Peer("torch", "route_experts", "sigmoid, topk, scatter and gather, eagerly", "torch", _torch_route),
+    Peer(
+        "expert by expert",
+        "moe_experts",
+        "as transformers does: the tokens of each expert in turn, found by torch.where",
+        "torch",
+        _experts_one_by_one,
+        waits=True,
+    ),
     Peer(
         "host heap",
         "build_tree",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.option("--backend", metavar="NAME", help="One of ddtree's, or MODULE or MODULE:OBJECT; by default the fastest.")
 @click.option("--ops", metavar="OP,...", help="Operations to time; all that it has if left out.")
 @click.option("--repeats", type=click.IntRange(3), default=30, show_default=True, help="Timed calls of each case.")
-@click.option("--compiled", is_flag=True, help="Also time what torch.compile makes, half a minute a size.")
+@click.option("--compiled", is_flag=True, help="Also time what torch.compile makes, for some sizes: a minute.")
 @click.option(
     "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write JSON and figures."
 )
@@ -34,17 +34,22 @@ def bench(backend: str | None, ops: str | None, repeats: int, compiled: bool, ou
 
     from ddtree.analysis.benchmarks.bench import NotEqualError, caption, left_out, measure, tables_of, write_report
     from ddtree.analysis.benchmarks.cases import cases_for
+    from ddtree.backends import BACKENDS
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     found = backend_here(backend or _fastest_here())
     only = tuple(op.strip() for op in ops.split(",")) if ops else ()
-    missing = [op for op in only if op not in found.ops]
+    # of ours, kernels of a model's layers too
+    available = dict.fromkeys(
+        (*found.ops, *(getattr(found.namespace, "__all__", ()) if found.name in BACKENDS else ()))
+    )
+    missing = [op for op in only if op not in available]
     if missing:
-        raise CannotRun(f"{found.name} has no {', '.join(missing)}; it has: {', '.join(found.ops)}")
-    cases = cases_for(found.ops, on_gpu=found.array_kind == "cupy", only=only)
+        raise CannotRun(f"{found.name} has no {', '.join(missing)}; it has: {', '.join(available)}")
+    cases = cases_for(available, on_gpu=found.array_kind == "cupy", only=only)
     if not cases:
-        raise CannotRun(f"{found.name} has no operation that is timed; it has: {', '.join(found.ops)}")
-    _agree(console, found, tuple(dict.fromkeys(op for case in cases for op in case.ops)))
+        raise CannotRun(f"{found.name} has no operation that is timed; it has: {', '.join(available)}")
+    _agree(console, found, tuple(dict.fromkeys(op for case in cases for op in case.ops if op in found.ops)))
     with console.status("") as status:
         try:
             report = measure(

@@ -11,10 +11,12 @@ from click.testing import CliRunner
 from ddtree import reference
 from ddtree.analysis import figures
 from ddtree.analysis.benchmarks import bench, cases, peers
+from ddtree.analysis.benchmarks.layer_cases import LAYER_CASES
 from ddtree.analysis.benchmarks.timing import Ceilings, Times, time_on_host
 from ddtree.backends import Backend, get_backend
 from ddtree.cli import main
 
+EVERY_CASE = cases.CASES + LAYER_CASES
 SMALL = (
     cases._build_tree(2, 3, 8, 8),
     replace(cases._topk(1, 2, 4, np.float32), make=lambda: {"logits": np.eye(2, 40, dtype=np.float32)[None], "k": 4}),
@@ -49,15 +51,17 @@ def test_a_report_has_every_case_and_figure(tmp_path):
     assert written == {p.name for p in tmp_path.iterdir()}
     assert {"bench.json", "bench.md", "build_tree.svg", "accept_and_compact.svg"} <= written
     kept = json.loads((tmp_path / "bench.json").read_text())
-    assert kept["rows"][0]["sizes"] == {"B": 2, "L": 3, "K": 8, "budget": 8}
+    assert kept["rows"][0]["sizes"] == {"B": 2, "L": 3, "K": 8, "budget": 8, "drafts": "random"}
     assert kept["rows"][0]["times"]["numba_cpu"]["warm"] == report.rows[0].times["numba_cpu"].warm
     assert len(kept["machine"]["sources_sha256"]) == 64
-    assert "| B 2, L 3, K 8, budget 8 |" in (tmp_path / "bench.md").read_text()
+    assert "| B 2, L 3, K 8, budget 8, drafts random |" in (tmp_path / "bench.md").read_text()
 
 
 def test_what_is_wrong_on_the_timed_inputs_is_not_timed():
     backend = Backend("wrong", Wrong, "numpy")
-    with pytest.raises(bench.NotEqualError, match=r"build_tree of wrong on B 2, L 3, K 8, budget 8: .*scores"):
+    with pytest.raises(
+        bench.NotEqualError, match=r"build_tree of wrong on B 2, L 3, K 8, budget 8, drafts random: .*scores"
+    ):
         bench.measure(backend, SMALL[:1], repeats=3)
 
 
@@ -113,17 +117,17 @@ def test_what_cannot_be_timed_is_said_in_a_line():
 
 def test_cases_need_only_what_a_backend_has():
     assert {c.name for c in cases.cases_for(("build_tree",), on_gpu=True)} == {"build_tree"}
-    everything = tuple({op for c in cases.CASES for op in c.ops})
-    assert cases.cases_for(everything, on_gpu=True) == cases.CASES
+    everything = tuple({op for c in EVERY_CASE for op in c.ops})
+    assert cases.cases_for(everything, on_gpu=True) == EVERY_CASE
     on_cpu = cases.cases_for(everything, on_gpu=False)
-    assert 0 < len(on_cpu) < len(cases.CASES)
+    assert 0 < len(on_cpu) < len(EVERY_CASE)
     assert not any(c.gpu_only for c in on_cpu)
     only = cases.cases_for(everything, on_gpu=True, only=("compact_cache",))
     assert {c.name for c in only} == {"accept and compact"}
 
 
 def test_every_peer_is_of_a_case_that_exists():
-    assert {p.case for p in peers.PEERS} <= {c.name for c in cases.CASES}
+    assert {p.case for p in peers.PEERS} <= {c.name for c in EVERY_CASE}
     assert "Triton, a program a head" not in {
         p.name for p in peers.peers_for("verify_attention", on_gpu=False, slow=True)
     }
