@@ -24,6 +24,7 @@ __all__ = [
     "backend_states",
     "commit",
     "devices",
+    "gpu_timings",
     "gpu_verification",
     "how_to_get",
     "kernel_sources_hash",
@@ -134,8 +135,25 @@ def gpu_verification(backend: str) -> str | None:
     if not record.is_file():
         return None
     seen = json.loads(record.read_text(encoding="utf-8"))
-    holds = "unchanged" if seen["sources_sha256"] == kernel_sources_hash(backend) else "CHANGED"
-    return f"{backend}: {seen['laws']} on {seen['gpu']}, {seen['date']}; sources {holds} since"
+    drawn = sum(seen["examples"].values())
+    held = _still_holds(backend, seen["sources_sha256"])
+    return f"{backend}: {drawn:,} drawn inputs equal, laws {seen['laws']}, on {seen['gpu']}, {seen['date']}; {held}"
+
+
+def gpu_timings() -> list[str]:
+    """Which backends' times on a GPU come with ddtree, and whether they are those of its sources: a line each."""
+    lines = []
+    results = importlib.resources.files("ddtree.analysis.benchmarks") / "results"
+    for folder in sorted(results.iterdir(), key=lambda f: f.name) if results.is_dir() else ():
+        report = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
+        gpu = next(line for line in report["machine"]["devices"] if line.startswith("GPU")).partition(": ")[2]
+        held = _still_holds(report["backend"], report["machine"]["sources_sha256"])
+        lines.append(f"{report['backend']}: timed beside its peers on {gpu.partition(',')[0]}; {held}")
+    return lines
+
+
+def _still_holds(backend: str, sources_sha256: str) -> str:
+    return f"sources {'unchanged' if sources_sha256 == kernel_sources_hash(backend) else 'CHANGED'} since"
 
 
 def _version(distribution: str) -> str | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def info(as_json: bool) -> None:
     """Show versions, devices, and which backend serves which operation."""
-    from ddtree.analysis.environment import backend_states, devices, gpu_verification, how_to_get, versions
+    from ddtree.analysis.environment import backend_states, devices, gpu_timings, gpu_verification, how_to_get, versions
     from ddtree.backends import DEFAULT_ORDER
 
     states = backend_states()
@@ -50,6 +50,7 @@ def info(as_json: bool) -> None:
     verified = [seen for state in states if (seen := gpu_verification(state.name))]
     for line in [
         *verified,
+        *gpu_timings(),
         *(s.reason for s in states if s.reason),
         *(f"to get {m}: {how_to_get(m)}" for m in missing),
     ]:

@@ -95,11 +95,18 @@ def test_info_shows_versions_devices_and_who_serves_what(run):
 
 
 def test_info_says_whether_what_a_gpu_verified_still_holds(monkeypatch):
-    seen = environment.gpu_verification("numba_cuda")
-    assert re.fullmatch(r"numba_cuda: .* laws .* on NVIDIA .*; sources (unchanged|CHANGED) since", seen)
+    for backend in ("cupy", "numba_cuda"):
+        seen = environment.gpu_verification(backend)
+        form = (
+            rf"{backend}: [\d,]+ drawn inputs equal, laws \d+ passed, on NVIDIA .*; sources (unchanged|CHANGED) since"
+        )
+        assert re.fullmatch(form, seen)
     assert environment.gpu_verification("reference") is None
+    (timed,) = environment.gpu_timings()
+    assert re.fullmatch(r"cupy: timed beside its peers on NVIDIA .*; sources (unchanged|CHANGED) since", timed)
     monkeypatch.setattr(environment, "kernel_sources_hash", lambda backend: "0")
     assert str(environment.gpu_verification("numba_cuda")).endswith("sources CHANGED since")
+    assert environment.gpu_timings()[0].endswith("sources CHANGED since")
 
 
 def test_info_as_json(run):
