@@ -36,7 +36,7 @@ __all__ = [
 BLUE, ORANGE, VERMILION, GREY, INK = "#0072B2", "#E69F00", "#D55E00", "#8A94A0", "#22272E"
 SERIES = {"tree": (BLUE, "o", "-"), "chain": (VERMILION, "s", "--")}
 GREEN, SKY, PINK = "#009E73", "#56B4E9", "#CC79A7"
-MARKS = ((BLUE, "o"), (VERMILION, "s"), (ORANGE, "^"), (GREEN, "D"), (PINK, "v"), (SKY, "P"))
+MARKS = ((BLUE, "o"), (VERMILION, "s"), (ORANGE, "^"), (GREEN, "D"), (PINK, "v"), (SKY, "P"), (INK, "X"), (GREY, "*"))
 LONGEST_LABEL = 12
 
 

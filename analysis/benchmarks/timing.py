@@ -80,7 +80,6 @@ class DeviceTimer:
         self.stream = self.cupy.cuda.Stream(non_blocking=True)
         self.trash = self.cupy.empty(FLUSH_BYTES, np.uint8)
         self.start, self.end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
-        self.flush_us: float | None = None
 
     def time(self, run: Callable[[], Any], repeats: int, *, library: str = "cupy", waits: bool = False) -> Times:
         """Time ``run``, a call of ``library`` ("cupy" or "torch"); ``waits`` says that it works on the host too."""
@@ -89,15 +88,18 @@ class DeviceTimer:
             self.stream.synchronize()
             if waits:
                 return self._by_the_clock(run, repeats)
-            warm = self._per_call(run, repeats, library)
-            if self.flush_us is None:
-                self.flush_us = float(np.median(self._per_call(self._flush, 30, "cupy")))
+            warm_calls, copies = self._group(run, library)
+            warm = [self._elapsed(warm_calls) / copies for _ in range(repeats)]
 
             def flushed() -> Any:
                 self._flush()
                 return run()
 
-            cold = [us - self.flush_us for us in self._per_call(flushed, repeats, library)]
+            # Each with a flush alone beside it, since a GPU's clocks drift.
+            cold_calls, copies = self._group(flushed, library)
+            flushes = self._capture(self._flush, copies, "cupy")
+            flushes()
+            cold = [(self._elapsed(cold_calls) - self._elapsed(flushes)) / copies for _ in range(repeats)]
         return Times(warm, cold, "graph")
 
     def ceilings(self) -> Ceilings:
@@ -119,7 +121,11 @@ class DeviceTimer:
 
     def _copy_us(self) -> float:
         source, target = self.cupy.zeros(1 << 30, np.uint8), self.cupy.empty(1 << 30, np.uint8)
-        return float(np.median(self.time(lambda: self.cupy.copyto(target, source), 15).warm))
+
+        def copy() -> None:  # by the driver: a kernel of ours would copy byte by byte
+            target.data.copy_from_device_async(source.data, source.nbytes, self.cupy.cuda.get_current_stream())
+
+        return float(np.median(self.time(copy, 15).warm))
 
     @contextlib.contextmanager
     def _on_stream(self, library: str) -> Any:
@@ -133,15 +139,15 @@ class DeviceTimer:
     def _flush(self) -> None:
         self.trash.fill(1)
 
-    def _per_call(self, run: Callable[[], Any], repeats: int, library: str) -> list[float]:
-        """Microseconds a call of graphs of so many calls that the events' own half a microsecond does not show."""
+    def _group(self, run: Callable[[], Any], library: str) -> tuple[Callable[[], Any], int]:
+        """A graph of so many calls that the events' own half a microsecond does not show, and how many those are."""
         once = self._capture(run, 1, library)
         once()
         copies = max(1, min(64, int(LONG_ENOUGH_US / max(self._elapsed(once), 0.5))))
         group = self._capture(run, copies, library)
         for _ in range(3):
             group()
-        return [self._elapsed(group) / copies for _ in range(repeats)]
+        return group, copies
 
     def _capture(self, run: Callable[[], Any], copies: int, library: str) -> Callable[[], Any]:
         if library == "torch":  # its allocator must know of the capture
