@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from ddtree import reference
+from ddtree.property_tests.project.on_gpu import gpu_library, poison_outputs
 from ddtree.property_tests.tolerances import TOLERANCE
 from ddtree.trees import DraftTree, tree_from_parents
 
@@ -27,28 +28,14 @@ FAR = 2**30
 
 @pytest.fixture
 def cp() -> Any:
-    try:
-        module = importlib.import_module("cupy")
-        count = module.cuda.runtime.getDeviceCount()
-    except Exception:  # a missing driver shows in many ways
-        count = 0
-    if count == 0:
-        pytest.skip("no GPU")
-    return module
+    return gpu_library("cupy")
 
 
 @pytest.fixture
 def attention(cp: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The launcher, whose outputs and partial results are NaN before they are written."""
-    module = importlib.import_module("ddtree.kernels.cupy.verify_attention")
-
-    def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
-        array = cp.empty(shape, dtype)
-        array.view(np.uint8).fill(0xFF)
-        return array
-
-    monkeypatch.setattr(module, "empty", poisoned)
-    return module.verify_attention
+    poison_outputs(monkeypatch, ["verify_attention"], 0xFF)
+    return importlib.import_module("ddtree.kernels.cupy").verify_attention
 
 
 @dataclass(frozen=True)

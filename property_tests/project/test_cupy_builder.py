@@ -5,7 +5,6 @@ Trees are held equal to ``numba_cpu``'s bit for bit, which the suite holds equal
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import fields
 from types import ModuleType
 from typing import Any
@@ -21,6 +20,7 @@ from ddtree.kernels.cupy.topk_log_probs import topk_log_probs
 from ddtree.kernels.cupy.tree_positions import tree_positions
 from ddtree.property_tests.compare import assert_close
 from ddtree.property_tests.nearness import ROW, assert_right_top_k
+from ddtree.property_tests.project.on_gpu import gpu_library, poison_outputs
 
 POISON = 0x5A
 TYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
@@ -35,30 +35,15 @@ LEVELS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cupy() -> ModuleType:
-    try:
-        module = importlib.import_module("cupy")
-        count = module.cuda.runtime.getDeviceCount()
-    except Exception:  # a missing driver shows in many ways
-        count = 0
-    if count == 0:
-        pytest.skip("no GPU")
-    return module
+    return gpu_library("cupy")
 
 
 @pytest.fixture(autouse=True)
-def poisoned(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill every new array, so that what a kernel leaves out is seen."""
-
-    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
-        array = cupy.empty(shape, dtype)
-        if array.nbytes:
-            array.view(cupy.uint8)[...] = POISON
-        return array
-
-    for name in ("build_tree", "topk_log_probs", "tree_positions"):
-        monkeypatch.setattr(importlib.import_module(f"ddtree.kernels.cupy.{name}"), "empty", empty)
+    poison_outputs(monkeypatch, ["build_tree", "topk_log_probs", "tree_positions"], POISON)
 
 
 def drafts(rng: np.random.Generator, B: int, L: int, K: int, levels: str) -> tuple[np.ndarray, ...]:

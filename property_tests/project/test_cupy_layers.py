@@ -1,7 +1,6 @@
 """On a GPU: the CUDA C++ kernels of a model's layers against the references in float64, over shapes and types."""
 
 import importlib
-import sys
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +10,7 @@ import pytest
 from ddtree import reference
 from ddtree.model import layers
 from ddtree.property_tests.compare import assert_close, assert_same
-from ddtree.property_tests.project.test_gpu import _gpu
+from ddtree.property_tests.project.on_gpu import gpu_library, poison_outputs
 from ddtree.trees import chain_tree
 
 kernels: Any = importlib.import_module("ddtree.kernels.cupy")
@@ -28,17 +27,8 @@ ALLOCATING = ("linear", "moe_experts", "rms_norm", "route_experts")
 @pytest.fixture
 def cp(monkeypatch):
     """CuPy, with every array that a launcher makes full of poison: NaN in every floating type."""
-    cupy = _gpu("cupy")
-
-    def poisoned(shape, dtype):
-        array = cupy.empty(shape, dtype)
-        array.view(np.uint8).fill(0xFF)
-        return array
-
-    for module in ALLOCATING:
-        importlib.import_module(f"ddtree.kernels.cupy.{module}")
-        monkeypatch.setattr(sys.modules[f"ddtree.kernels.cupy.{module}"], "empty", poisoned)
-    return cupy
+    poison_outputs(monkeypatch, ALLOCATING, 0xFF)
+    return gpu_library("cupy")
 
 
 def normal(rng, dtype, *shape, size=1.0):

@@ -5,7 +5,6 @@ those have time for, and what only a GPU has: graphs, memory that is not aligned
 """
 
 import importlib
-import sys
 from dataclasses import fields
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from ddtree import reference
 from ddtree.kernels import numba_cpu
 from ddtree.property_tests.compare import assert_same
-from ddtree.property_tests.project.test_gpu import _gpu
+from ddtree.property_tests.project.on_gpu import gpu_library, poison_outputs
 from ddtree.trees import Acceptance, DraftTree, tree_from_parents
 
 kernels: Any = importlib.import_module("ddtree.kernels.cupy")
@@ -27,17 +26,8 @@ ALLOCATING = ("accept_tree", "choose_tokens")
 @pytest.fixture
 def cp(monkeypatch):
     """CuPy, with every array that a launcher makes full of poison."""
-    cupy = _gpu("cupy")
-
-    def poisoned(shape, dtype):
-        array = cupy.empty(shape, dtype)
-        array.view(np.uint8).fill(0x5A)
-        return array
-
-    for op in ALLOCATING:
-        importlib.import_module(f"ddtree.kernels.cupy.{op}")
-        monkeypatch.setattr(sys.modules[f"ddtree.kernels.cupy.{op}"], "empty", poisoned)
-    return cupy
+    poison_outputs(monkeypatch, ALLOCATING, 0x5A)
+    return gpu_library("cupy")
 
 
 def on_gpu(cp, record):

@@ -18,29 +18,19 @@ import pytest
 import ddtree
 from ddtree import arrays, reference
 from ddtree.property_tests.compare import assert_same_tree
+from ddtree.property_tests.project.on_gpu import gpu_library
 from ddtree.protocols import OPS
-
-
-def _gpu(library: str) -> ModuleType:
-    try:
-        module = importlib.import_module(library)
-        count = module.cuda.runtime.getDeviceCount() if library == "cupy" else module.cuda.device_count()
-    except Exception:  # a missing driver shows in many ways
-        count = 0
-    if count == 0:
-        pytest.skip("no GPU")
-    return module
 
 
 @pytest.fixture
 def cupy() -> ModuleType:
-    return _gpu("cupy")
+    return gpu_library("cupy")
 
 
 @pytest.fixture
 def torch() -> ModuleType:
-    _gpu("cupy")
-    return _gpu("torch")
+    gpu_library("cupy")
+    return gpu_library("torch")
 
 
 def _mapped(value: Any, change: Any) -> Any:
