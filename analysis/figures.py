@@ -287,10 +287,13 @@ def tree_layout(parents: ArrayLike) -> NDArray[np.float64]:
     return places
 
 
-def plot_times(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], *, ax: Axes | None = None) -> Drawing:
+def plot_times(
+    title: str, rows: Sequence[tuple[str, Mapping[str, float]]], *, kind: str = "warm", ax: Axes | None = None
+) -> Drawing:
     """Draw who took how long: a line a case, a mark each, on a logarithmic axis of microseconds.
 
-    ``rows`` are (label, microseconds by name); the first name is whose the figure is. Artists: the marks by name.
+    ``rows`` are (label, microseconds by name); the first name is whose the figure is. ``kind`` says what the times are.
+    Artists: the marks by name.
     """
     ax = ax or _new_axes(7.2, 1.3 + 0.34 * len(rows))
     names = list(dict.fromkeys(name for _, times in rows for name in times))
@@ -307,7 +310,8 @@ def plot_times(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], *, a
     ax.set_xscale("log")
     ax.set_yticks(range(len(rows)), [label for label, _ in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.set_xlabel("microseconds")
+    ax.set_xlabel(f"microseconds, {kind}")
+    _plain_log_ticks(ax)
     ax.set_title(title, loc="left")
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="x", color=GREY, alpha=0.25, linewidth=0.8)
@@ -317,6 +321,7 @@ def plot_times(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], *, a
 
 
 def plot_roofline(
+    title: str,
     rows: Sequence[tuple[str, float, float, Mapping[str, float]]],
     gb_per_s: float,
     tflop_per_s: float,
@@ -347,6 +352,7 @@ def plot_roofline(
     ax.set_ylim(top=float(np.nanmax(roof)) * 1.6)
     ax.set_xlabel("operations a byte")
     ax.set_ylabel("TFLOP/s")
+    ax.set_title(title, loc="left")
     _plain(ax)
     ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return Drawing(ax, artists)
@@ -384,6 +390,16 @@ def _distances(middle: NDArray[Any], low: NDArray[Any], high: NDArray[Any]) -> N
 
 def _line_width(probability: Any) -> Any:
     return 0.5 + 4.0 * np.sqrt(probability)
+
+
+def _plain_log_ticks(ax: Axes) -> None:
+    """Numbers such as 20 and 5,000 along a logarithmic x axis, at 1, 2 and 5 where powers of ten are few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = ax.get_xlim()
+    ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 300 * low else (1.0,)))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _plain(ax: Axes) -> None:

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from ddtree.analysis.environment import devices, kernel_sources_hash, versions
+from ddtree.analysis.environment import backend_states, devices, kernel_sources_hash, versions
 from ddtree.backends import BACKENDS, get_backend
 from ddtree.kdtr import atomic_write
 
@@ -155,6 +155,9 @@ def main(
 ) -> None:
     """Hold a backend to the reference on this machine's GPU."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    reason = {state.name: state.reason for state in backend_states()}[backend]
+    if reason:
+        raise click.ClickException(reason)
     ops, start = get_backend(backend).ops, time.perf_counter()
     sanitizers = start_sanitizer(backend, ops, 20) if sanitized else {}
     wanted = {op: attention_examples if op == "verify_attention" else examples for op in ops}

@@ -1,4 +1,4 @@
-"""A backend's time beside its peers', in one run, and the tables, files and figures of it.
+"""A backend's time beside its peers', in one run.
 
 Nothing is timed that is not right: each operation first agrees with the reference on drawn inputs, and then on the
 timed inputs themselves; so do the peers, as far as they do the same.
@@ -9,33 +9,29 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import json
-import statistics
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
+import numba
 import numpy as np
-from rich import box
-from rich.table import Table
 
 from ddtree import reference
-from ddtree.analysis import figures
 from ddtree.analysis.benchmarks.cases import Case
-from ddtree.analysis.benchmarks.peers import PEERS, Peer, peers_for, tensor
+from ddtree.analysis.benchmarks.peers import Peer, peers_for, tensor
 from ddtree.analysis.benchmarks.timing import Ceilings, DeviceTimer, Times, time_on_host
 from ddtree.analysis.environment import devices, kernel_sources_hash, versions
 from ddtree.arrays import to_numpy
 from ddtree.backends import BACKENDS, Backend
-from ddtree.kdtr import atomic_write
+from ddtree.kernels import numba_cpu
 from ddtree.property_tests import cases as suite
 from ddtree.property_tests.cases import map_arrays
 from ddtree.property_tests.harness import difference
 from ddtree.property_tests.tolerances import TOLERANCE
 from ddtree.protocols import OPS
 
-__all__ = ["NotEqualError", "Report", "Row", "caption", "left_out", "measure", "tables_of", "write_report"]
+__all__ = ["NotEqualError", "Report", "Row", "exact_attention", "measure", "some_rows", "worst_error"]
 
 FAR = 2e-2
 """A peer's attention must lie this near to the exact one, of the row's size: bfloat16 rounds by 4e-3."""
@@ -128,6 +124,9 @@ def _measure_case(backend: Backend, case: Case, timer: DeviceTimer | None, repea
         return case.run(ops, native)
 
     row.times[backend.name] = timer.time(ours, repeats, library=library) if timer else time_on_host(ours, repeats)
+    if timer is None and backend.name != "numba_cpu":
+        compiled = {op: getattr(numba_cpu, op) for op in case.ops}
+        row.times["numba_cpu"] = time_on_host(lambda: case.run(compiled, _map(inputs, np.array)), repeats)
     for peer in peers_for(case.name, on_gpu=timer is not None, slow=slow_peers and case.slow_peers):
         if importlib.util.find_spec(peer.library) is None or importlib.util.find_spec("torch") is None:
             row.skipped[peer.name] = f"{peer.library} is not installed"
@@ -257,116 +256,12 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _machine(backend: str) -> dict[str, Any]:
-    found = {"devices": devices(), "versions": {k: v for k, v in versions().items() if v}}
+    found: dict[str, Any] = {"devices": devices(), "versions": {k: v for k, v in versions().items() if v}}
+    found["threads"] = {"numba": int(numba.config.NUMBA_NUM_THREADS)}  # type: ignore[attr-defined]
+    if importlib.util.find_spec("torch") is not None:
+        found["threads"]["torch"] = int(importlib.import_module("torch").get_num_threads())
+    if hasattr(os, "getloadavg"):
+        found["load"] = round(os.getloadavg()[0], 1)
     if backend in BACKENDS:
         found["sources_sha256"] = kernel_sources_hash(backend)
     return found
-
-
-def median(times: Times) -> float:
-    """The figure that stands for a case: cold where it was taken, else warm."""
-    return statistics.median(times.cold or times.warm)
-
-
-def tables_of(report: Report) -> list[Table]:
-    """A table a name: the backend's time, warm and cold, each peer's, and how many times as long that is."""
-    tables = []
-    for name, rows in _by_name(report).items():
-        table = Table(title=f"[bold]{name}", title_justify="left", box=box.SIMPLE_HEAD)
-        table.add_column("sizes")
-        table.add_column(f"{report.backend},\nµs warm", justify="right")
-        table.add_column("µs cold", justify="right")
-        peers = _peers(rows)
-        for peer in peers:
-            table.add_column(f"{peer}, µs", justify="right")
-        for row in rows:
-            ours = row.times[report.backend]
-            against = [
-                f"{median(row.times[peer]):,.4g} ({median(row.times[peer]) / median(ours):,.3g}×)"
-                if peer in row.times
-                else "-"
-                for peer in peers
-            ]
-            table.add_row(row.label, *_warm_and_cold(ours), *against)
-        tables.append(table)
-    return tables
-
-
-def _by_name(report: Report) -> dict[str, list[Row]]:
-    names = dict.fromkeys(row.name for row in report.rows)
-    return {name: [row for row in report.rows if row.name == name] for name in names}
-
-
-def _peers(rows: Sequence[Row]) -> list[str]:
-    """Names of the peers that were timed in any of the rows."""
-    return list(dict.fromkeys(who for row in rows for who in list(row.times)[1:]))
-
-
-def _warm_and_cold(times: Times) -> tuple[str, str]:
-    return f"{statistics.median(times.warm):,.4g}", f"{statistics.median(times.cold):,.4g}" if times.cold else "-"
-
-
-def left_out(report: Report) -> list[str]:
-    """Which peers could not be timed, and why: a line a reason."""
-    reasons = dict.fromkeys(f"{who}: {why}" for row in report.rows for who, why in row.skipped.items())
-    return list(reasons)
-
-
-def caption(report: Report) -> str:
-    """What the figures are and were taken on."""
-    lines = [
-        "Medians. Warm: back to back; cold: after the cache was flushed. Peers are compared cold where both were.",
-        "; ".join(report.machine["devices"]),
-    ]
-    if report.ceilings:
-        c = report.ceilings
-        lines.append(
-            f"This run's ceilings: copy {c.copy_gb_per_s:,.0f} GB/s, bfloat16 matmul {c.matmul_tflop_per_s:,.0f} "
-            f"TFLOP/s, empty graph {c.empty_launch_us:.1f} µs"
-        )
-    return "\n".join(lines)
-
-
-def write_report(report: Report, folder: Path) -> list[Path]:
-    """Write ``bench.json``, ``bench.md`` and the figures into a folder, each whole; return what was written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / "bench.json", folder / "bench.md"]
-    for path, text in zip(
-        written, (json.dumps(asdict(report), indent=1, ensure_ascii=False), page(report)), strict=True
-    ):
-        with atomic_write(path) as file:
-            file.write((text + "\n").encode())
-    for name, rows in _by_name(report).items():
-        path = folder / f"{name.replace(' ', '_')}.svg"
-        written.append(figures.save(figures.plot_times(name, [_times(row) for row in rows]), path))
-    if report.ceilings and any(row.flops for row in report.rows):
-        rows = [row for row in report.rows if row.flops]
-        points = [(row.label, row.flops, row.bytes, {who: median(t) for who, t in row.times.items()}) for row in rows]
-        drawing = figures.plot_roofline(points, report.ceilings.copy_gb_per_s, report.ceilings.matmul_tflop_per_s)
-        written.append(figures.save(drawing, folder / "roofline.svg"))
-    return written
-
-
-def _times(row: Row) -> tuple[str, dict[str, float]]:
-    return row.label, {who: median(times) for who, times in row.times.items()}
-
-
-def page(report: Report) -> str:
-    """The tables in Markdown."""
-    lines = [f"# {report.backend} beside its peers", "", *(f"{line}  " for line in caption(report).splitlines()), ""]
-    for name, rows in _by_name(report).items():
-        peers = _peers(rows)
-        head = ["sizes", "µs warm", "µs cold", *(f"{peer}, µs" for peer in peers)]
-        body = [
-            [
-                row.label,
-                *_warm_and_cold(row.times[report.backend]),
-                *(f"{median(row.times[peer]):,.4g}" if peer in row.times else "-" for peer in peers),
-            ]
-            for row in rows
-        ]
-        rule = ["---", *["--:"] * (len(head) - 1)]
-        lines += [f"## {name}", "", *(f"| {' | '.join(cells)} |" for cells in [head, rule, *body]), ""]
-    timed = {who for row in report.rows for who in row.times}
-    lines += [f"* {p.name} ({p.case}): {p.about}" for p in PEERS if p.name in timed]
-    return "\n".join([*lines, *(f"* left out: {reason}" for reason in left_out(report))])

@@ -32,8 +32,9 @@ def bench(backend: str | None, ops: str | None, repeats: int, compiled: bool, ou
     """
     from rich.console import Console
 
-    from ddtree.analysis.benchmarks.bench import NotEqualError, caption, left_out, measure, tables_of, write_report
+    from ddtree.analysis.benchmarks.bench import NotEqualError, measure
     from ddtree.analysis.benchmarks.cases import cases_for
+    from ddtree.analysis.benchmarks.report import caption, left_out, tables_of, write_report
     from ddtree.backends import BACKENDS
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)

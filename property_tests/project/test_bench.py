@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from ddtree import reference
 from ddtree.analysis import figures
-from ddtree.analysis.benchmarks import bench, cases, peers
+from ddtree.analysis.benchmarks import bench, cases, peers, report
 from ddtree.analysis.benchmarks.layer_cases import LAYER_CASES
 from ddtree.analysis.benchmarks.timing import Ceilings, Times, time_on_host
 from ddtree.backends import Backend, get_backend
@@ -39,20 +39,20 @@ class Wrong:
 
 
 def test_a_report_has_every_case_and_figure(tmp_path):
-    report = bench.measure(get_backend("numba_cpu"), SMALL, repeats=3)
-    assert [row.name for row in report.rows] == [
+    measured = bench.measure(get_backend("numba_cpu"), SMALL, repeats=3)
+    assert [row.name for row in measured.rows] == [
         "build_tree",
         "topk_log_probs",
         "verify_attention",
         "accept and compact",
     ]
-    assert all(len(row.times["numba_cpu"].warm) == 3 and not row.times["numba_cpu"].cold for row in report.rows)
-    written = {path.name for path in bench.write_report(report, tmp_path)}
+    assert all(len(row.times["numba_cpu"].warm) == 3 and not row.times["numba_cpu"].cold for row in measured.rows)
+    written = {path.name for path in report.write_report(measured, tmp_path)}
     assert written == {p.name for p in tmp_path.iterdir()}
     assert {"bench.json", "bench.md", "build_tree.svg", "accept_and_compact.svg"} <= written
     kept = json.loads((tmp_path / "bench.json").read_text())
     assert kept["rows"][0]["sizes"] == {"B": 2, "L": 3, "K": 8, "budget": 8, "drafts": "random"}
-    assert kept["rows"][0]["times"]["numba_cpu"]["warm"] == report.rows[0].times["numba_cpu"].warm
+    assert kept["rows"][0]["times"]["numba_cpu"]["warm"] == measured.rows[0].times["numba_cpu"].warm
     assert len(kept["machine"]["sources_sha256"]) == 64
     assert "| B 2, L 3, K 8, budget 8, drafts random |" in (tmp_path / "bench.md").read_text()
 
@@ -156,15 +156,31 @@ def test_figures_show_what_they_are_given():
     assert drawing.artists["ours"].get_xdata().tolist() == [1.0, 2.0]
     assert drawing.artists["theirs"].get_ydata().tolist() == [0]
     assert [t.get_text() for t in drawing.axes.get_yticklabels()] == ["a", "b"]
-    roof = figures.plot_roofline([("a", 1e9, 1e6, {"ours": 10.0}), ("b", 2e9, 1e8, {"ours": 40.0})], 4000.0, 700.0)
+    roof = figures.plot_roofline(
+        "op", [("a", 1e9, 1e6, {"ours": 10.0}), ("b", 2e9, 1e8, {"ours": 40.0})], 4000.0, 700.0
+    )
     assert roof.artists["ours"].get_xdata().tolist() == [1000.0, 20.0]
     assert roof.artists["ours"].get_ydata().tolist() == [100.0, 50.0]
     assert max(roof.artists["arithmetic"].get_ydata()) == 700.0
-    unknown = figures.plot_roofline([("a", 1e9, 1e6, {"ours": 10.0})], 4000.0, float("nan"))
+    unknown = figures.plot_roofline("op", [("a", 1e9, 1e6, {"ours": 10.0})], 4000.0, float("nan"))
     assert np.isfinite(unknown.artists["arithmetic"].get_ydata()).all()
 
 
 def test_the_caption_names_machine_and_ceilings():
-    report = bench.Report("x", {"devices": ["CPU: some"]}, Ceilings(4000.0, 700.0, 2.5), [])
-    assert "copy 4,000 GB/s, bfloat16 matmul 700 TFLOP/s, empty graph 2.5 µs" in bench.caption(report)
-    assert bench.median(Times([1.0, 3.0, 2.0], [9.0, 8.0, 7.0])) == 8.0
+    made = bench.Report("x", {"devices": ["CPU: some"], "threads": {"numba": 2}}, Ceilings(4000.0, 700.0, 2.5), [])
+    told = report.caption(made)
+    assert "CPU: some; 2 numba threads" in told
+    assert "copy 4,000 GB/s, bfloat16 matmul 700 TFLOP/s, empty graph 2.5 µs" in told
+    busy = bench.Report("x", {"devices": ["CPU: some"], "load": 1000.0}, None, [])
+    assert "at work already (load 1000.0)" in report.caption(busy)
+
+
+def test_times_are_compared_cold_only_where_everyone_has_them():
+    warm, both = Times([1.0, 3.0, 2.0]), Times([1.0, 3.0, 2.0], [9.0, 8.0, 7.0])
+    rows = [bench.Row("op", "B 1", {}, 0, 0, {"ours": both, "theirs": warm})]
+    assert report.compared(rows) == "warm"
+    assert report.compared([bench.Row("op", "B 1", {}, 0, 0, {"ours": both, "theirs": both})]) == "cold"
+    assert (report.median(both, "warm"), report.median(both, "cold")) == (2.0, 8.0)
+    (table,) = report.tables_of(bench.Report("ours", {}, None, rows))
+    assert list(table.columns[3].cells) == ["2 (1×)"]
+    assert report.short(25370.4) == "25,370"

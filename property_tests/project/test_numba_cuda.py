@@ -3,7 +3,10 @@
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,6 +47,37 @@ def test_arrays_are_those_of_where_the_kernels_run():
         found = run_python("-c", code, NUMBA_ENABLE_CUDASIM=simulated).split()
         assert found[0] == kind
         assert found[1:] == [op for op in OPS if op in get_backend("numba_cuda").ops]
+
+
+OWN = """
+import numpy as np
+from numba import cuda
+
+@cuda.jit
+def add(depths, lens, out):
+    b = cuda.blockIdx.x
+    for i in range(cuda.threadIdx.x, out.shape[1], cuda.blockDim.x):
+        RACE
+        out[b, i] = lens[b] + max(depths[b, i], 0)
+
+def tree_positions(depths, prefix_lens):
+    out = np.empty(depths.shape, np.int32)
+    if len(depths):
+        add[len(depths), 32](depths, prefix_lens, out)
+    return out
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"), [("pass", "agrees with the reference"), ("out[0, 0] = 5", "race: thread 1")]
+)
+def test_kernels_of_ones_own_run_in_the_simulator(tmp_path, statement, told):
+    (tmp_path / "own_cuda.py").write_text(OWN.replace("RACE", statement))
+    command = [sys.executable, "-m", "ddtree", "check", "--backend", "own_cuda", "--examples", "20"]
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1"}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == (statement != "pass")
+    assert told in found.stdout
 
 
 COMPILE = """
