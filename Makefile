@@ -33,7 +33,7 @@ SEED ?= 0
 fuzz: $(STAMP)
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,fuzz]"
 	$(BIN)/python -m ddtree.property_tests.project.fuzz --bytes $(FUZZ_BYTES) --seed $(SEED) \
-	  --results property_tests/project/fuzz/RESULTS.md
+	  $(if $(filter 10000000,$(FUZZ_BYTES)),--results property_tests/project/fuzz/RESULTS.md)
 
 # the lines of ddtree/ and reference/ that the tests run; few examples, as a line that is run once is run
 coverage: $(STAMP)

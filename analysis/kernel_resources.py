@@ -21,6 +21,7 @@ import click
 from rich.console import Console
 from rich.progress import track
 
+from ddtree.kdtr import atomic_write
 from ddtree.kernels.cupy.program import ADDED_BY_CUPY, OPTIONS, PROGRAMS, program_source
 
 __all__ = ["ARCHITECTURES", "Architecture", "KernelResources", "compile_program", "nvrtc_version", "resources_page"]
@@ -273,13 +274,18 @@ def resources_page(rows: Iterable[KernelResources]) -> str:
 @click.option("--write", is_flag=True, help="Write RESOURCES.md beside the kernels instead of printing it.")
 def main(write: bool) -> None:
     """Compile every CUDA C++ kernel for every architecture and say what it needs."""
+    try:
+        nvrtc_version()
+    except ImportError as error:
+        raise click.ClickException(str(error)) from error
     jobs = [(program, arch) for program in sorted(PROGRAMS) for arch in ARCHITECTURES]
     console = Console(stderr=True)
     rows = [row for job in track(jobs, "compiling", console=console, transient=True) for row in compile_program(*job)]
     page = resources_page(sorted(rows, key=lambda r: (r.program, r.kernel, list(ARCHITECTURES).index(r.arch))))
     if write:
         target: Any = importlib.resources.files("ddtree.kernels.cupy") / "RESOURCES.md"
-        Path(str(target)).write_text(page, encoding="utf-8")
+        with atomic_write(Path(str(target))) as file:
+            file.write(page.encode())
     else:
         click.echo(page, nl=False)
 

@@ -29,12 +29,13 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 from ddtree.analysis.environment import backend_states, devices, kernel_sources_hash, versions
-from ddtree.backends import BACKENDS, get_backend
+from ddtree.backends import BACKENDS, SIMULATED, get_backend
 from ddtree.kdtr import atomic_write
 
 __all__ = ["main"]
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+AT_LEAST_ONE = click.IntRange(1)
 CHUNK = 500
 """Drawn inputs a task: enough that starting Hypothesis does not show, and few enough that a bar moves."""
 
@@ -71,7 +72,7 @@ def laws(backend: str, ops: tuple[str, ...], console: Console) -> str:
     tests = importlib.resources.files("ddtree.property_tests")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "ddtree._pytest", str(tests)]
     command += ["--ignore", str(tests / "project"), "--import-mode=importlib"]
-    command += ["--ddtree-backend", backend, "--ddtree-ops", ",".join(ops)]
+    command += ["--ddtree-backend", backend, "--ddtree-ops", ",".join(ops), "--ddtree-at-least", "1000"]
     with console.status("the suite's laws"):
         run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
@@ -144,9 +145,9 @@ def _attention_at_full_width() -> list[str]:
 
 @click.command()
 @click.option("--backend", default="cupy", show_default=True, type=click.Choice(["cupy", "numba_cuda"]))
-@click.option("--examples", default=15_000, show_default=True, help="Drawn inputs an operation.")
-@click.option("--attention-examples", default=10_000, show_default=True, help="Of verify_attention.")
-@click.option("--jobs", default=os.cpu_count() or 1, show_default="all cores", help="Processes.")
+@click.option("--examples", type=AT_LEAST_ONE, default=15_000, show_default=True, help="Drawn inputs an operation.")
+@click.option("--attention-examples", type=AT_LEAST_ONE, default=10_000, show_default=True, help="Of verify_attention.")
+@click.option("--jobs", type=AT_LEAST_ONE, default=os.cpu_count() or 1, show_default="all cores", help="Processes.")
 @click.option("--sanitize/--no-sanitize", "sanitized", default=False, help="Also under compute-sanitizer.")
 @click.option("--write", is_flag=True, help="Record it in verified.json beside the kernels.")
 @click.option("--output", type=click.Path(path_type=Path), help="Record it in this file as well.")
@@ -154,14 +155,24 @@ def main(
     backend: str, examples: int, attention_examples: int, jobs: int, sanitized: bool, write: bool, output: Path | None
 ) -> None:
     """Hold a backend to the reference on this machine's GPU."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
+    if SIMULATED:
+        raise click.ClickException("NUMBA_ENABLE_CUDASIM is set: kernels would run in the simulator, not on a GPU")
+    gpus = [line for line in devices() if line.startswith("GPU")]
     reason = {state.name: state.reason for state in backend_states()}[backend]
-    if reason:
-        raise click.ClickException(reason)
+    if reason or not gpus:
+        raise click.ClickException(reason or "nvidia-smi lists no GPU here")
     ops, start = get_backend(backend).ops, time.perf_counter()
     sanitizers = start_sanitizer(backend, ops, 20) if sanitized else {}
     wanted = {op: attention_examples if op == "verify_attention" else examples for op in ops}
-    found = differential(backend, wanted, jobs, console)
+    try:
+        found = differential(backend, wanted, jobs, console)
+        if not any(wrong for _, wrong, _ in found.values()):
+            held = laws(backend, ops, console)
+        outputs = {name: run.communicate()[0] for name, run in sanitizers.items()}
+    finally:
+        for run in sanitizers.values():
+            run.kill()
     table = Table(title=f"{backend} beside the reference, {time.perf_counter() - start:.0f} s")
     for column in ("operation", "examples", "mismatches"):
         table.add_column(column, justify="left" if column == "operation" else "right")
@@ -172,20 +183,19 @@ def main(
     if wrong_ones:
         raise click.ClickException("it differs from the reference:\n" + "\n".join(wrong_ones))
     record: dict[str, Any] = {
-        "gpu": ",".join(next(d for d in devices() if d.startswith("GPU")).partition(": ")[2].split(",")[:2]),
+        "gpu": ",".join(gpus[0].partition(": ")[2].split(",")[:2]),
         "date": datetime.date.today().isoformat(),
         "examples": {op: n for op, (n, _, _) in found.items()},
-        "laws": laws(backend, ops, console),
+        "laws": held,
         "versions": {k: v for k, v in versions().items() if v},
         "sources_sha256": kernel_sources_hash(backend),
     }
     console.print(f"the suite's laws: {record['laws']}", markup=False)
-    outputs = {name: run.communicate()[0] for name, run in sanitizers.items()}
     failed = {name: outputs[name] for name, run in sanitizers.items() if run.returncode}
     if sanitizers:
         record["sanitizer"] = {name: "found something" if name in failed else "nothing found" for name in sanitizers}
     beside = importlib.resources.files(BACKENDS[backend].module) / "verified.json"
-    for path in [*([Path(str(beside))] if write else []), *([output] if output else [])]:
+    for path in [*([Path(str(beside))] if write and not failed else []), *([output] if output else [])]:
         with atomic_write(path) as file:
             file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
         console.print(f"wrote {path}", soft_wrap=True, markup=False)

@@ -107,9 +107,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a run of too few examples, whatever the reason: laws not collected, skipped, cut short or not counted."""
     wanted = session.config.getoption("--ddtree-at-least")
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if wanted is None or reporter is None or hasattr(session.config, "workerinput"):
+    if wanted is None or hasattr(session.config, "workerinput"):
         return
-    too_few = sum(_examples_by_backend(_laws(reporter)).values()) < wanted
+    # without a reporter nothing is counted
+    too_few = reporter is None or sum(_examples_by_backend(_laws(reporter)).values()) < wanted
     if too_few and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

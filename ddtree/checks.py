@@ -307,12 +307,19 @@ def check_visibility(call: Call) -> None:
         raise ValueError(f"tree.visibility_words[{b}, {i}] must be what the parents say (see visibility_words)")
 
 
+MOST_ROWS = INT32_MAX - 64
+"""Of a request: kernels count rows in int32, and look a tile ahead."""
+
+
 def check_pages(call: Call, window: Any, *, written: bool = False) -> None:
     """Every row below ``prefix_len + window`` has a page; pages that are written belong to one request."""
     S, max_pages, pages = call.dims["S"], call.dims["max_pages"], call.dims["pages"]
     table, prefix = to_numpy(call["page_table"]), to_numpy(call["prefix_lens"]).astype(np.int64)
     call.check_range("prefix_lens", 0, INT32_MAX)
     rows = prefix + window
+    if (rows > MOST_ROWS).any():
+        (b,) = first(rows > MOST_ROWS)
+        raise ValueError(f"prefix_lens[{b}] = {int(prefix[b])} and the tree must end below row {MOST_ROWS:,}")
     if (rows > S * max_pages).any():
         (b,) = first(rows > S * max_pages)
         raise ValueError(

@@ -320,6 +320,11 @@ def verify_attention(
     call.check("page_table", ("B", "max_pages"), INTS)
     call.check("prefix_lens", ("B",), INTS)
     call.check_tree()
+    sizes = [call.dims[name] for name in ("pages", "S", "max_pages")]
+    if call.dims["B"] and 0 in sizes:  # each request has a node at least, and that a row
+        raise ValueError(
+            f"kv_cache and page_table must have room for a row a request, got {sizes} pages, rows, entries"
+        )
     scale = real("scale", scale)
     if dtype != ("float64",) and abs(scale) > float(np.finfo(np.float32).max):
         raise ValueError(f"scale must be finite in float32, which scores are computed in, got {scale}")

@@ -58,6 +58,9 @@ class Operation:
         CALLS[repr(self)] += 1
         try:
             case.got = self._call(given)
+        except SystemExit as error:  # which would end the run, and with 0 as if all were well
+            case.error = f"raised SystemExit: {error}"
+            raise RuntimeError(case.error) from error
         except Exception as error:
             case.error = str(error) if isinstance(error, MisuseError) else f"raised {type(error).__name__}: {error}"
             raise
@@ -99,7 +102,7 @@ class MisuseError(AssertionError):
 
 def chosen_backends(config: Any) -> tuple[str, ...]:
     """Backends to test: what ``--ddtree-backend`` names, else all of ours."""
-    return tuple(config.getoption("--ddtree-backend", default=None) or BACKENDS)
+    return tuple(dict.fromkeys(config.getoption("--ddtree-backend", default=None) or BACKENDS))
 
 
 def operations(name: str, backends: tuple[str, ...]) -> Iterator[tuple[Operation, str | None]]:

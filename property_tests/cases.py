@@ -157,8 +157,11 @@ class Law:
         if missing:
             raise ValueError(f"{path} is of no test that could be run again: its metadata lack {', '.join(missing)}")
         law = cls(about)
+        if not all(part.isidentifier() for part in about["module"].split(".")):
+            raise ValueError(f"{path}: module in the metadata must be a module's name, got {about['module']!r}")
         try:
-            if not all(isinstance(name, str) for name in law.backends):
+            backends = json.loads(about["backends"])
+            if not isinstance(backends, list) or not all(isinstance(name, str) for name in backends):
                 raise ValueError
         except (ValueError, TypeError, RecursionError):
             raise ValueError(f"{path}: backends in the metadata must be a JSON list of names") from None

@@ -19,7 +19,7 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import Phase, settings
-from hypothesis.errors import DidNotReproduce, HypothesisException
+from hypothesis.errors import DidNotReproduce, HypothesisException, InvalidArgument
 
 from ddtree._pytest import CALLS, EXAMPLES, ON, chosen_ops
 from ddtree.property_tests import _backends, harness
@@ -205,6 +205,8 @@ def again(item):
         if "completed successfully" not in str(error):
             stop(error)
         return True
+    except InvalidArgument as error:  # the blob is none
+        stop(error)
 
 
 class Examples:

@@ -19,7 +19,7 @@ import numpy as np
 from ddtree import ops
 from ddtree.property_tests import nearness
 from ddtree.property_tests._backends import RECENT, Operation
-from ddtree.property_tests.cases import RESULTS, Case, Law, map_arrays
+from ddtree.property_tests.cases import RESULTS, Case, Law, map_arrays, named_leaves
 from ddtree.property_tests.compare import (
     BeyondToleranceError,
     assert_same,
@@ -46,12 +46,22 @@ def input_fault(case: Case) -> str:
     given = {name: map_arrays(value, np.array) for name, value in case.arguments.items()}
     try:
         _check_sizes(case.op, given)
+        _check_integers(given)
         getattr(ops, case.op)(**given, backend="reference", **options)
         if case.op == "verify_attention":
             _as_attention(given).dense()  # what the result is held against
     except Exception as error:  # whatever nonsense leads to
         return f"{case.op} cannot take its inputs: {first_line(error)}"
     return ""
+
+
+def _check_integers(given: dict[str, Any]) -> None:
+    """Refuse integers that the public layer would narrow first: a backend is never given them."""
+    for name, value in given.items():
+        if name != "kv_cache" and name != "request_ids":
+            wide = [leaf for leaf, a in named_leaves(name, value) if getattr(a, "dtype", None) == np.int64]
+            if wide:
+                raise ValueError(f"{wide[0]} must be int32, as backends get it, got int64")
 
 
 def _check_sizes(op: str, given: dict[str, Any]) -> None:

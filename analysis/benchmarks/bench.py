@@ -6,7 +6,6 @@ timed inputs themselves; so do the peers, as far as they do the same.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
@@ -27,7 +26,7 @@ from ddtree.backends import BACKENDS, Backend
 from ddtree.kernels import numba_cpu
 from ddtree.property_tests import cases as suite
 from ddtree.property_tests.cases import map_arrays
-from ddtree.property_tests.harness import difference
+from ddtree.property_tests.harness import difference, first_line
 from ddtree.property_tests.tolerances import TOLERANCE
 from ddtree.protocols import OPS
 
@@ -78,12 +77,15 @@ class Report:
         What the GPU itself did in this run; None on a CPU.
     rows : list of Row
         One a case.
+    interrupted : bool
+        Some cases were not reached.
     """
 
     backend: str
     machine: dict[str, Any]
     ceilings: Ceilings | None
     rows: list[Row]
+    interrupted: bool = False
 
 
 def measure(
@@ -104,10 +106,12 @@ def measure(
     on_gpu = backend.array_kind == "cupy" or str(getattr(backend.namespace, "device", "cpu")).startswith("cuda")
     timer = DeviceTimer() if on_gpu else None
     report = Report(backend.name, _machine(backend.name), timer.ceilings() if timer else None, [])
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         for case in cases:
             on_case(case)
             report.rows.append(_measure_case(backend, case, timer, repeats, slow_peers))
+    except KeyboardInterrupt:
+        report.interrupted = True
     return report
 
 
@@ -116,7 +120,12 @@ def _measure_case(backend: Backend, case: Case, timer: DeviceTimer | None, repea
     row = Row(case.name, case.label, case.sizes, case.flops, case.bytes)
     ops = {op: backend.op(op) if op in OPS else getattr(backend.namespace, op) for op in case.ops}
     native = _map(inputs, lambda array: _native(array, backend))
-    result = _map(case.run(ops, native), to_numpy)
+    try:
+        result = _map(case.run(ops, native), to_numpy)
+    except Exception as error:  # whatever a backend of one's own raises at this size
+        raise NotEqualError(
+            f"{case.name} of {backend.name} on {case.label} raised {type(error).__name__}: {first_line(error)}"
+        ) from error
     exact = _check(case, inputs, native, result, backend.name)
     library = "torch" if backend.array_kind == "torch" else "cupy"
 

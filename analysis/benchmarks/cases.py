@@ -7,7 +7,7 @@ made of such drafts, and a target that agrees with the drafter half of the time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from ddtree.analysis.benchmarks.build_tree import Case as DraftCase
 from ddtree.analysis.benchmarks.build_tree import draft
 from ddtree.kernels import numba_cpu
+from ddtree.property_tests.cases import KEYWORDS, PARAMETERS
 from ddtree.trees import Acceptance, DraftTree
 
-__all__ = ["CASES", "Case", "cases_for"]
+__all__ = ["CASES", "Case", "attention_inputs"]
 
 VOCAB = 163_840
 LATENT, ROTATED, PAGE = 512, 64, 64
@@ -76,7 +77,14 @@ class Case:
 
 
 def _call(op: str) -> Callable[[Ops, dict[str, Any]], Any]:
-    return lambda ops, inputs: ops[op](**inputs)
+    """Positional arguments by place, as the suite passes them: their names are the backend's own business."""
+
+    def call(ops: Ops, inputs: dict[str, Any]) -> Any:
+        given = [name for name in PARAMETERS[op] if name in inputs]
+        by_name = {name: inputs[name] for name in given if name in KEYWORDS[op]}
+        return ops[op](*(inputs[name] for name in given if name not in by_name), **by_name)
+
+    return call
 
 
 def _trees(B: int, L: int, budget: int, K: int | None = None) -> DraftTree:
@@ -248,14 +256,3 @@ CASES: tuple[Case, ...] = (
     *(_accept_and_compact(B, 15, 64, LAYERS, 250) for B in (1, 8)),
 )
 """Every case, those of a name together."""
-
-
-def cases_for(available: Collection[str], *, on_gpu: bool, only: tuple[str, ...] = ()) -> tuple[Case, ...]:
-    """The cases that need nothing but ``available``, each at least one of ``only`` if that is given."""
-    from ddtree.analysis.benchmarks.layer_cases import LAYER_CASES
-
-    return tuple(
-        case
-        for case in CASES + LAYER_CASES
-        if set(case.ops) <= set(available) and (on_gpu or not case.gpu_only) and (not only or set(case.ops) & set(only))
-    )

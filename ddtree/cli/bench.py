@@ -33,13 +33,13 @@ def bench(backend: str | None, ops: str | None, repeats: int, compiled: bool, ou
     from rich.console import Console
 
     from ddtree.analysis.benchmarks.bench import NotEqualError, measure
-    from ddtree.analysis.benchmarks.cases import cases_for
+    from ddtree.analysis.benchmarks.grid import EVERY_CASE, cases_for
     from ddtree.analysis.benchmarks.report import caption, left_out, tables_of, write_report
     from ddtree.backends import BACKENDS
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    found = backend_here(backend or _fastest_here())
-    only = tuple(op.strip() for op in ops.split(",")) if ops else ()
+    console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 160)
+    found = backend_here(_fastest_here() if backend is None else backend)
+    only = () if ops is None else tuple(op.strip() for op in ops.split(","))
     # of ours, kernels of a model's layers too
     available = dict.fromkeys(
         (*found.ops, *(getattr(found.namespace, "__all__", ()) if found.name in BACKENDS else ()))
@@ -49,8 +49,11 @@ def bench(backend: str | None, ops: str | None, repeats: int, compiled: bool, ou
         raise CannotRun(f"{found.name} has no {', '.join(missing)}; it has: {', '.join(available)}")
     cases = cases_for(available, on_gpu=found.array_kind == "cupy", only=only)
     if not cases:
-        raise CannotRun(f"{found.name} has no operation that is timed; it has: {', '.join(available)}")
+        timed = ", ".join(dict.fromkeys(op for case in EVERY_CASE for op in case.ops))
+        raise CannotRun(f"no case can be timed of {', '.join(only) or ', '.join(available)}; these are: {timed}")
     _agree(console, found, tuple(dict.fromkeys(op for case in cases for op in case.ops if op in found.ops)))
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)  # before the work, not after
     with console.status("") as status:
         try:
             report = measure(
@@ -61,13 +64,17 @@ def bench(backend: str | None, ops: str | None, repeats: int, compiled: bool, ou
             )
         except NotEqualError as error:
             raise click.ClickException(f"{error}. Nothing is timed that is wrong.") from error
+    written = write_report(report, output) if output and not report.interrupted else []
     for table in tables_of(report):
         console.print(table)
     console.print(caption(report), markup=False)
     for reason in left_out(report):
         console.print(f"left out: {reason}", markup=False)
-    for path in write_report(report, output) if output else ():
+    for path in written:
         console.print(f"wrote {path}", soft_wrap=True, markup=False)
+    if report.interrupted:
+        click.echo("Interrupted: some cases are missing, and nothing was written.", err=True)
+        raise SystemExit(130)
 
 
 def _fastest_here() -> str:

@@ -24,9 +24,9 @@ def build_tree(log_probs: Any, token_ids: Any, root_token_ids: Any, *, budget: i
     tokens, parents, depths, ranks = (empty((B, N), np.int32) for _ in range(4))
     scores, counts = empty((B, N), np.float64), empty((B,), np.int32)
     words = empty((B, N, (N + 31) // 32), np.uint32)
-    columns = min(K, budget)
     if log_probs.size == 0:  # no element to point at
-        L, columns = 0, 0
+        L, K = 0, 0
+    columns = min(K, budget)
     arguments = (
         *(contiguous(log_probs, np.float32), contiguous(token_ids, np.int32), contiguous(root_token_ids, np.int32)),
         *(tokens, parents, depths, ranks, scores, counts, words),

@@ -11,12 +11,11 @@ from click.testing import CliRunner
 from ddtree import reference
 from ddtree.analysis import figures
 from ddtree.analysis.benchmarks import bench, cases, peers, report
-from ddtree.analysis.benchmarks.layer_cases import LAYER_CASES
+from ddtree.analysis.benchmarks.grid import EVERY_CASE, cases_for
 from ddtree.analysis.benchmarks.timing import Ceilings, Times, time_on_host
 from ddtree.backends import Backend, get_backend
 from ddtree.cli import main
 
-EVERY_CASE = cases.CASES + LAYER_CASES
 SMALL = (
     cases._build_tree(2, 3, 8, 8),
     replace(cases._topk(1, 2, 4, np.float32), make=lambda: {"logits": np.eye(2, 40, dtype=np.float32)[None], "k": 4}),
@@ -104,11 +103,39 @@ def test_the_command_refuses_to_time_a_backend_that_differs(tmp_path, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
+def test_what_fails_at_the_timed_size_is_said_in_a_line():
+    class Small(Wrong):
+        @staticmethod
+        def build_tree(lp, ids, roots, *, budget):  # arguments by place, whatever their names
+            if lp.size > 40:
+                raise RuntimeError("cannot do that big")
+            return reference.build_tree(lp, ids, roots, budget=budget)
+
+    told = "build_tree of small on B 2, L 3, K 8, budget 8, drafts random raised RuntimeError: cannot do that big"
+    with pytest.raises(bench.NotEqualError, match=told):
+        bench.measure(Backend("small", Small, "numpy"), SMALL[:1], repeats=3)
+
+
+def test_an_interrupted_run_says_so_and_writes_nothing(tmp_path, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "_measure_case", interrupt)
+    result = CliRunner().invoke(
+        main, ["bench", "--backend", "numba_cpu", "--ops", "accept_tree", "--output", str(tmp_path)]
+    )
+    assert result.exit_code == 130
+    assert "Interrupted" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_cannot_be_timed_is_said_in_a_line():
     for arguments, told in (
         (["--backend", "numba_cpu", "--ops", "sort"], "numba_cpu has no sort; it has: topk_log_probs"),
-        (["--backend", "numba_cpu", "--ops", "visibility_words"], "has no operation that is timed"),
+        (["--backend", "numba_cpu", "--ops", "visibility_words"], "no case can be timed of visibility_words"),
         (["--backend", "no_such_module"], "backend must be one of"),
+        (["--backend", ""], "backend must be one of"),
+        (["--backend", "numba_cpu", "--ops", ""], "numba_cpu has no ;"),
     ):
         result = CliRunner().invoke(main, ["bench", *arguments])
         assert result.exit_code == 2
@@ -116,13 +143,13 @@ def test_what_cannot_be_timed_is_said_in_a_line():
 
 
 def test_cases_need_only_what_a_backend_has():
-    assert {c.name for c in cases.cases_for(("build_tree",), on_gpu=True)} == {"build_tree"}
+    assert {c.name for c in cases_for(("build_tree",), on_gpu=True)} == {"build_tree"}
     everything = tuple({op for c in EVERY_CASE for op in c.ops})
-    assert cases.cases_for(everything, on_gpu=True) == EVERY_CASE
-    on_cpu = cases.cases_for(everything, on_gpu=False)
+    assert cases_for(everything, on_gpu=True) == EVERY_CASE
+    on_cpu = cases_for(everything, on_gpu=False)
     assert 0 < len(on_cpu) < len(EVERY_CASE)
     assert not any(c.gpu_only for c in on_cpu)
-    only = cases.cases_for(everything, on_gpu=True, only=("compact_cache",))
+    only = cases_for(everything, on_gpu=True, only=("compact_cache",))
     assert {c.name for c in only} == {"accept and compact"}
 
 

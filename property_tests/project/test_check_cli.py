@@ -178,9 +178,22 @@ def test_replay_of_an_operation_that_raises_shows_what_it_raised(run: Run, monke
     assert "\nraised RuntimeError: no kernel image\n" in result.stdout
 
 
+def test_a_backend_that_wants_to_end_the_run_has_failed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaves(*args: Any) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setitem(sys.modules, "leaving", types.SimpleNamespace(tree_positions=leaves))
+    result = run("check", "--backend", "leaving", "--examples", "5")
+    assert result.exit_code == 1
+    assert "raised SystemExit: 0" in result.stdout
+    again = run("replay", "ddtree_failures/tree_positions-leaving.kdtr")
+    assert (again.exit_code, "raised SystemExit: 0" in again.stdout) == (1, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("replay", "wide.kdtr"), "wide.kdtr: tree_positions cannot take its inputs: depths must be int32, as back"),
         (("replay", "nothing.kdtr"), "nothing.kdtr: No such file or directory"),
         (("replay", "text.kdtr"), "text.kdtr: 5 bytes are too few for a header of 64 (at byte 5)"),
         (("replay", "cut.kdtr"), "cut.kdtr: truncated: "),
@@ -204,6 +217,7 @@ def test_what_cannot_run_here_is_one_line_and_status_2(
     good = {"depths": np.zeros((1, 2), np.int32), "prefix_lens": np.zeros(1, np.int32)}
     Case("tree_positions", "reference", good).write(Path("good.kdtr"))
     Case("tree_positions", "reference", good | {"depths": np.zeros((1, 2))}).write(Path("odd.kdtr"))
+    Case("tree_positions", "reference", good | {"depths": np.zeros((1, 2), np.int64)}).write(Path("wide.kdtr"))
     Path("text.kdtr").write_text("hello")
     Path("cut.kdtr").write_bytes(Path("good.kdtr").read_bytes()[:-1])
     write_kdtr("other.kdtr", {"x": np.zeros(3)})

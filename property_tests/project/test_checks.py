@@ -281,6 +281,16 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         r"out must have shape \(B = 1, N = 5, H = 2, C = 6\), got",
     ),
     (
+        lambda: attend(kv_cache=np.zeros((4, 0, 8), np.float32)),
+        ValueError,
+        r"kv_cache and page_table must have room for a row a request, got \[4, 0, 3\] pages, rows, entries",
+    ),
+    (
+        lambda: attend(kv_cache=np.zeros((4, 2**29, 0), np.float32), prefix_lens=np.array([2**31 - 9], np.int32)),
+        ValueError,
+        "kv_cache must have shape",
+    ),
+    (
         lambda: attend(prefix_lens=np.array([9], np.int32)),
         ValueError,
         r"page_table has room for 12 rows a request \(3 pages of 4\), but request 0 needs 14: prefix 9 and 5 of",

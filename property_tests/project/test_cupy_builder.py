@@ -103,7 +103,7 @@ def test_large_trees(cupy: ModuleType, levels: str, budget: int, L: int, K: int)
     check_trees(cupy, drafts(np.random.default_rng(budget + L), 3, L, K, levels), budget)
 
 
-@pytest.mark.parametrize("B, L, K", [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 0, 0), (2, 3, 4), (2, 60, 4)])
+@pytest.mark.parametrize("B, L, K", [(0, 3, 4), (2, 0, 4), (1, 0, 128), (2, 3, 0), (0, 0, 0), (2, 3, 4), (2, 60, 4)])
 @pytest.mark.parametrize("budget", [0, 1, 64, 129, 2000])
 def test_empty_shapes(cupy: ModuleType, B: int, L: int, K: int, budget: int) -> None:
     check_trees(cupy, drafts(np.random.default_rng(0), B, L, K, "eighths"), budget)

@@ -7,8 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from ddtree.analysis import kernel_resources
+from ddtree.analysis import kernel_resources, verify_on_gpu
 from ddtree.analysis.kernel_resources import ARCHITECTURES, compile_program, nvrtc_version, resources_page
 from ddtree.kernels import cupy as package
 from ddtree.kernels.cupy.program import PROGRAMS, program_source
@@ -83,6 +84,34 @@ def test_what_does_not_fit_is_seen(monkeypatch):
     monkeypatch.setattr(kernel_resources, "program_source", lambda name: "not CUDA C++")
     with pytest.raises(RuntimeError, match=r"planted\.cu -arch=sm_90"):
         compile_program("planted", "sm_90")
+
+
+def test_without_nvrtc_it_is_said_in_a_line_and_nothing_is_written(monkeypatch):
+    kernel_resources._nvrtc.cache_clear()
+    monkeypatch.setattr(kernel_resources, "_wheels", list)
+    before = (FOLDER / "RESOURCES.md").read_bytes()
+    result = CliRunner().invoke(kernel_resources.main, ["--write"])
+    kernel_resources._nvrtc.cache_clear()
+    assert result.exit_code == 1
+    assert result.output == "Error: NVRTC is not installed: pip install 'ddtree[compile]'\n"
+    assert (FOLDER / "RESOURCES.md").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("simulated", "options", "told"),
+    [
+        (True, [], "NUMBA_ENABLE_CUDASIM is set"),
+        (False, [], "nvidia-smi lists no GPU here|needs cupy|needs CuPy|needs a CUDA device"),
+        (False, ["--examples", "0"], "0 is not in the range"),
+    ],
+)
+def test_without_a_gpu_nothing_is_verified(simulated, options, told, monkeypatch):
+    monkeypatch.setattr(verify_on_gpu, "SIMULATED", simulated)
+    monkeypatch.setattr(verify_on_gpu, "devices", lambda: ["CPU: some"])
+    monkeypatch.setattr(verify_on_gpu, "differential", lambda *args: pytest.fail("inputs were drawn"))
+    result = CliRunner().invoke(verify_on_gpu.main, ["--write", *options])
+    assert result.exit_code in (1, 2)
+    assert re.search(told, result.output)
 
 
 def test_occupancy_is_what_the_calculator_says():

@@ -280,7 +280,8 @@ def counted(folder: Path) -> Callable[..., tuple[int, str]]:
     )
 
     def run(*options: str) -> tuple[int, str]:
-        command = [str(Path(sys.executable).with_name("pytest")), "-q", "-p", "no:cacheprovider", "laws"]
+        quiet = [] if "no:terminal" in options else ["-q"]  # which is an option of that plugin
+        command = [str(Path(sys.executable).with_name("pytest")), *quiet, "-p", "no:cacheprovider", "laws"]
         command += ["--ddtree-backend", "reference", "--ddtree-examples", "20", *options]
         environment = os.environ | {"COLUMNS": "120", "DDTREE_PROFILE": "ci", "PYTEST_ADDOPTS": ""}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -317,6 +318,16 @@ def test_examples_of_all_laws_add_up(options: tuple[str, ...], counted: Callable
     assert status == 1  # one law fails
     assert total(output) == sum(COUNTS.values())  # the law of two operations is under the first of them alone
     assert re.search(r"^reference  tree_positions: of 10 laws 9 hold, 1 fail; 61 examples, ", output, re.M), output
+
+
+def test_a_backend_named_twice_counts_once(counted: Callable[..., tuple[int, str]]) -> None:
+    _, output = counted("--ddtree-backend", "reference")
+    assert total(output) == sum(COUNTS.values())
+
+
+def test_a_run_without_a_report_has_too_few_examples(counted: Callable[..., tuple[int, str]]) -> None:
+    status, _ = counted("-k", "one_call", "--ddtree-at-least", "1", "-p", "no:terminal")
+    assert status == 1
 
 
 def test_a_run_of_nothing_has_too_few_examples(counted: Callable[..., tuple[int, str]]) -> None:

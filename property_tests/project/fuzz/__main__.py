@@ -88,6 +88,8 @@ def main(
 
 
 def _one(name: str, file: str) -> int:
+    if name not in TARGETS or not Path(file).is_file():
+        raise click.UsageError(f"--one takes one of {', '.join(TARGETS)} and a file, got {name} {file}")
     outcome, told = try_one(TARGETS[name], Path(file).read_bytes())
     click.echo(told or f"{name}: {outcome}", nl=not told)
     return int(outcome == "crash")
@@ -148,6 +150,10 @@ def _markdown(tallies: list[Tally], seed: int) -> str:
     libraries = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
     lines = ["| " + " | ".join(row) + " |" for row in (HEAD, ("---",) * len(HEAD), *_rows(tallies))]
     date = datetime.datetime.now(datetime.UTC).date()
+    crashes = sum(len(tally.crashes) for tally in tallies)
+    errors = (
+        f"{crashes} crashed, the other errors were documented ones" if crashes else "every error was a documented one"
+    )
     return "\n".join(
         [
             "# What fuzzing last found",
@@ -156,7 +162,7 @@ def _markdown(tallies: list[Tally], seed: int) -> str:
             "",
             *lines,
             "",
-            'Of the inputs, "read" were still sound; every error was a documented one. A crash is also an input that',
+            f'Of the inputs, "read" were still sound; {errors}. A crash is also an input that',
             "hangs, takes memory out of proportion to its size, or leaves a half-written file. `make fuzz` runs it.",
             "",
         ]
