@@ -40,8 +40,8 @@ def verify_attention(
     """Each node attends to the prefix and to the nodes it sees. See :func:`ddtree.verify_attention`.
 
     ``version`` is 1 for the kernel that takes every type and width, 2 for that of the tensor cores, and by default the
-    fastest that takes these arrays. In version 2 a node's key that is not finite reaches the nodes of its tile of 16 that
-    do not see it, since tensor cores multiply it by their weight of 0; in version 1 and in the reference it does not.
+    fastest that takes these arrays. In version 2 a node's key that is not finite also reaches nodes that do not see it,
+    since tensor cores multiply it by their weight of 0; in version 1 and in the reference it does not.
     """
     B, N, H, _ = q.shape
     result = empty((B, N, H, kv_lora_rank), q.dtype) if out is None else out
