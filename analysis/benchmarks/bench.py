@@ -1,7 +1,7 @@
 """A backend's time beside its peers', in one run.
 
-Nothing is timed that is not right: each operation first agrees with the reference on drawn inputs, and then on the
-timed inputs themselves; so do the peers, as far as they do the same.
+A backend is timed on nothing that it does wrong: its result on the timed inputs is compared first, after ``ddtree bench``
+has compared it on drawn ones. Of the peers, those of attention are compared too.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _measure_case(backend: Backend, case: Case, timer: DeviceTimer | None, repea
 
     row.times[backend.name] = timer.time(ours, repeats, library=library) if timer else time_on_host(ours, repeats)
     if timer is None and backend.name != "numba_cpu":
-        compiled = {op: getattr(numba_cpu, op) for op in case.ops}
-        row.times["numba_cpu"] = time_on_host(lambda: case.run(compiled, _map(inputs, np.array)), repeats)
+        compiled, copies = {op: getattr(numba_cpu, op) for op in case.ops}, _map(inputs, np.array)
+        row.times["numba_cpu"] = time_on_host(lambda: case.run(compiled, copies), repeats)
     for peer in peers_for(case.name, on_gpu=timer is not None, slow=slow_peers and case.slow_peers):
         if importlib.util.find_spec(peer.library) is None or importlib.util.find_spec("torch") is None:
             row.skipped[peer.name] = f"{peer.library} is not installed"
@@ -145,7 +145,7 @@ def _measure_case(backend: Backend, case: Case, timer: DeviceTimer | None, repea
         except NotEqualError:
             raise
         except Exception as error:  # out of memory, or a compiler's limits: the peer's own, and worth a line
-            row.skipped[peer.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            row.skipped[peer.name] = f"{type(error).__name__}: {first_line(error)}"
     return row
 
 
