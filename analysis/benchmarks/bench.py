@@ -1,7 +1,7 @@
 """A backend's time beside its peers', in one run.
 
-A backend is timed on nothing that it does wrong: its result on the timed inputs is compared first, after ``ddtree bench``
-has compared it on drawn ones. Of the peers, those of attention are compared too.
+A backend is timed on nothing that it does wrong: its result on the timed inputs is compared first, after
+``ddtree bench`` has compared it on drawn ones. Of the peers, those of attention are compared too.
 """
 
 from __future__ import annotations
