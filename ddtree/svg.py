@@ -137,7 +137,7 @@ def _one(
     y, height = places[:, 1] * ROW + ROW / 2, ROW - 4
     given = np.exp(np.minimum(scores - scores[np.maximum(parents, 0)], 0.0))
     parts = []
-    for i in range(1, n):
+    for i in sorted(range(1, n), key=lambda i: {i, int(parents[i])} <= kept):  # what was accepted lies above
         p = int(parents[i])
         start, middle = x[p] + box[p], (x[p] + box[p] + x[i]) / 2
         mark = ' class="k"' if {i, p} <= kept else ""

@@ -10,6 +10,7 @@ which :func:`find` gives it.
 from ddtree.analysis.figures.acceptance import (
     plot_acceptance_by_depth,
     plot_accepted_ranks,
+    plot_efficiency,
     plot_lengths,
     plot_tau_by_budget,
 )
@@ -17,16 +18,19 @@ from ddtree.analysis.figures.calibration import plot_calibration_by_depth, plot_
 from ddtree.analysis.figures.pay import plot_choice_ranks, plot_expected_tau, plot_pay
 from ddtree.analysis.figures.speed import plot_frontier, plot_latency
 from ddtree.analysis.figures.style import find, save
+from ddtree.analysis.figures.sweep import draw_sweep, plot_sweep
 from ddtree.analysis.figures.times import plot_roofline, plot_times
 from ddtree.analysis.figures.trees import draw_tree
 
 __all__ = [
+    "draw_sweep",
     "draw_tree",
     "find",
     "plot_acceptance_by_depth",
     "plot_accepted_ranks",
     "plot_calibration_by_depth",
     "plot_choice_ranks",
+    "plot_efficiency",
     "plot_expected_tau",
     "plot_frontier",
     "plot_latency",
@@ -34,6 +38,7 @@ __all__ = [
     "plot_pay",
     "plot_reliability",
     "plot_roofline",
+    "plot_sweep",
     "plot_tau_by_budget",
     "plot_times",
     "save",

@@ -30,7 +30,13 @@ from ddtree.analysis.speedup import SpeedupTable
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_acceptance_by_depth", "plot_accepted_ranks", "plot_lengths", "plot_tau_by_budget"]
+__all__ = [
+    "plot_acceptance_by_depth",
+    "plot_accepted_ranks",
+    "plot_efficiency",
+    "plot_lengths",
+    "plot_tau_by_budget",
+]
 
 
 @styled
@@ -79,6 +85,40 @@ def plot_tau_by_budget(table: TauTable, *, speedups: SpeedupTable | None = None,
     if alone:
         ax.yaxis.label.set_color(BLUE)
         ax.tick_params(axis="y", colors=BLUE)
+    return ax
+
+
+@styled
+def plot_efficiency(table: TauTable, *, ax: Axes | None = None) -> Axes:
+    """Draw tokens emitted for each node that the target checked against the node budget, on logarithmic axes.
+
+    Returns
+    -------
+    Axes
+        Named: each policy's line by the policy.
+    """
+    ax = ax or new_axes()
+    lowest = 1.0
+    for policy, (colour, marker, line) in series_style(table.policy).items():
+        rows = np.flatnonzero([p == policy for p in table.policy])
+        rows = rows[np.argsort(table.budget[rows], kind="stable")]
+        error_bars(
+            ax, table.budget[rows], table.efficiency[rows], table.efficiency_low[rows], table.efficiency_high[rows],
+            gid=policy, color=colour, marker=marker, linestyle=line, label=policy,
+            zorder=4 if policy == "chain" else 3,
+        )  # fmt: skip
+        lowest = min(lowest, np.nanmin(table.efficiency[rows], initial=1.0))
+    budget_axis(ax, table.budget, "node budget (drafted nodes checked a round)")
+    ax.set_yscale("log", base=2)
+    lowest = 2.0 ** np.floor(np.log2(max(lowest, 2.0**-20) / 1.2))
+    powers = 2.0 ** np.arange(np.log2(lowest), 1)
+    ax.set_yticks(powers, [f"{power:g}" if power >= 0.5 else f"1/{1 / power:.0f}" for power in powers])
+    ax.minorticks_off()
+    ax.set_ylim(lowest, 1.15)
+    ax.set_ylabel(f"tokens a node checked\n({level_of(table.level)})")
+    if table.policy:
+        ax.legend()
+    plain(ax)
     return ax
 
 

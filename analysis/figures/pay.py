@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ddtree.analysis.acceptance import TauTable
 from ddtree.analysis.figures.style import (
     BLUE,
     COLUMN,
@@ -19,6 +20,7 @@ from ddtree.analysis.figures.style import (
     level_of,
     new_axes,
     plain,
+    series_style,
     styled,
     thinned,
 )
@@ -104,18 +106,18 @@ def plot_choice_ranks(table: ChoiceTable, *, ax: Axes | None = None) -> Axes:
 
 
 @styled
-def plot_expected_tau(table: PayTable, *, ax: Axes | None = None) -> Axes:
-    """Draw τ of chain and tree by budget: as the drafter's own probabilities promise it, and as the choices gave it.
+def plot_expected_tau(table: PayTable | TauTable, *, ax: Axes | None = None) -> Axes:
+    """Draw τ by budget: as the drafter's own probabilities promise it, and as the target's choices gave it.
 
     Returns
     -------
     Axes
-        Named: "chain" and "tree", realised with intervals, and "chain: expected" and "tree: expected".
+        Named: each policy's realised line by the policy, with intervals, and "tree: expected" and so on.
     """
     ax = ax or new_axes(2.6)
-    for policy in dict.fromkeys(table.policy):
+    for policy, (colour, marker, line) in series_style(table.policy).items():
         rows = np.flatnonzero([p == policy for p in table.policy])
-        colour, marker, line = SERIES[policy]
+        rows = rows[np.argsort(table.budget[rows], kind="stable")]
         error_bars(
             ax, table.budget[rows], table.tau[rows], table.low[rows], table.high[rows],
             gid=policy, color=colour, marker=marker, linestyle=line, label=f"{policy}, realised",
@@ -125,9 +127,10 @@ def plot_expected_tau(table: PayTable, *, ax: Axes | None = None) -> Axes:
             table.budget[rows], table.expected[rows], color=colour, marker=marker, markerfacecolor="white",
             linestyle=":", linewidth=1, label=f"{policy}, expected", gid=f"{policy}: expected",
         )  # fmt: skip
-    budget_axis(ax, table.budget[[p == "tree" for p in table.policy]], "node budget; of a chain, its depth")
+    budget_axis(ax, table.budget, "node budget; of a chain, its depth")
     ax.set_ylim(bottom=0)
-    ax.set_ylabel(f"τ, tokens a round ({level_of(table.level)})")
-    ax.legend(loc="lower right")
+    ax.set_ylabel(f"τ, tokens a round\n({level_of(table.level)})")
+    if table.policy:
+        ax.legend(loc="lower right")
     plain(ax)
     return ax

@@ -51,8 +51,8 @@ def draw_tree(
     Returns
     -------
     Axes
-        Named: "box 0", "text 0" and so on for each node, and "edges", a line collection with one line for each node but
-        the root, in order.
+        Named: "box 0", "text 0" and so on for each node; "edges", a line collection with one line for each node but the
+        root, in order; "accepted edges", those of the path again, above them.
 
     Raises
     ------
@@ -92,15 +92,12 @@ def _draw_edges(
     t = np.linspace(0, 1, 25)[:, None]
     rise = 3 * t**2 - 2 * t**3  # flat at both ends
     curves = [a + (b - a) * np.hstack([t, rise]) for a, b in zip(start, end, strict=True)]
-    on_path = [i in kept and int(parents[i]) in kept for i in child]
+    widths = 0.7 * line_width(probability)
+    on_path = np.array([i in kept and int(parents[i]) in kept for i in child], np.bool_)
+    ax.add_collection(LineCollection(curves, linewidths=widths, colors=GREY, capstyle="butt", gid="edges"))
+    accepted = [curve for curve, on in zip(curves, on_path, strict=True) if on]
     ax.add_collection(
-        LineCollection(
-            curves,
-            linewidths=0.7 * line_width(probability),
-            colors=[VERMILION if on else GREY for on in on_path],
-            capstyle="butt",
-            gid="edges",
-        )
+        LineCollection(accepted, linewidths=widths[on_path], colors=VERMILION, capstyle="butt", gid="accepted edges")
     )
 
 

@@ -60,6 +60,14 @@ def tau_and_speedup_of_two(ax=None):
     )
 
 
+def efficiency(ax=None):
+    return figures.plot_efficiency(tau_table(runs()), ax=ax)
+
+
+def expected(ax=None):
+    return figures.plot_expected_tau(tau_table(runs()), ax=ax)
+
+
 def lengths(ax=None):
     return figures.plot_lengths(
         length_table({"chain": replayed(CHUNK, chain=7), "tree": replayed(CHUNK, budget=64)}), ax=ax
@@ -135,7 +143,8 @@ def tree(ax=None):
 FIGURES = {
     f.__name__: f
     for f in (
-        tau, tau_and_speedup, tau_and_speedup_of_two, lengths, by_depth, by_depth_of_two, ranks, reliability,
+        tau, efficiency, expected, tau_and_speedup, tau_and_speedup_of_two, lengths, by_depth, by_depth_of_two, ranks,
+        reliability,
         reliability_of_two, calibration, latency, frontier, speedup_frontier, pay, tree,
     )
 }  # fmt: skip

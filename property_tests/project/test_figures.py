@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -19,6 +21,7 @@ from ddtree.analysis.demo import byte_label
 from ddtree.analysis.figures import find
 from ddtree.analysis.pay import would_a_tree_pay
 from ddtree.analysis.speedup import CostTable, cost_table, speedup_table
+from ddtree.analysis.tables import Table
 from ddtree.engine import Generation
 from ddtree.property_tests.project import gallery
 from ddtree.property_tests.project.made_traces import a_round, chunk_of, random_chunk, replayed, rounds_of
@@ -330,8 +333,9 @@ def test_tree_figure_shows_tokens_probabilities_and_the_path():
     assert boxes[1].get_facecolor() == boxes[3].get_facecolor() != boxes[2].get_facecolor() == boxes[4].get_facecolor()
     widths = edges.get_linewidths()  # of the probabilities 0.8, 0.5, 0.4, 0.1
     assert widths[0] > widths[1] > widths[2] > widths[3]
-    colours = [tuple(colour) for colour in edges.get_colors()]
-    assert colours[0] == colours[2] != colours[1] == colours[3]
+    accepted = find(ax, "accepted edges")
+    assert list(accepted.get_linewidths()) == [widths[0], widths[2]]
+    assert accepted.get_colors().tolist() != edges.get_colors().tolist()
 
 
 def test_tree_labels():
@@ -383,7 +387,7 @@ def test_saved_figures_are_whole_or_not_there(tmp_path, monkeypatch):
 
 
 def test_a_name_that_was_not_drawn_is_refused():
-    with pytest.raises(ValueError, match=r"name must be one of \['box 0'.*'text 4'\], got 'tree'"):
+    with pytest.raises(ValueError, match=r"name must be one of \['accepted edges'.*'text 4'\], got 'tree'"):
         find(figures.draw_tree(small_tree()), "tree")
 
 
@@ -398,3 +402,83 @@ ddtree.analysis.figures.draw_tree(chain_tree(np.array([[1, 2]]))).figure.draw_wi
 assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep(Table):
+    """A sweep's table, as far as figures read it."""
+
+    rows: list[Any]
+    level: float = 0.9
+
+    def records(self):
+        return self.rows
+
+
+def sweep_rows(*traces):
+    rows = tau_table(gallery.runs()[2:6]).records()
+    return [{"trace": trace, "label": "x", "depth": 7, **row} for trace in traces for row in rows]
+
+
+def test_a_sweep_is_drawn_from_its_table_and_from_its_folder(tmp_path):
+    table = Sweep(sweep_rows("one"))
+    written = figures.plot_sweep(table, tmp_path / "of table")
+    assert [path.name for path in written] == ["tau_by_budget.svg", "frontier.svg", "expected.svg", "efficiency.svg"]
+    (tmp_path / "sweep.json").write_text(json.dumps({"version": "1", "level": 0.9, "cells": table.rows}))
+    for source in (tmp_path, tmp_path / "sweep.json"):
+        again = figures.plot_sweep(source, tmp_path / "of folder")
+        assert [path.read_bytes() for path in again] == [path.read_bytes() for path in written]
+    ax = figures.draw_sweep(tmp_path)["efficiency"]
+    rows = [row for row in table.rows if row["policy"] == "tree"]
+    assert find(ax, "tree").get_ydata().tolist() == [row["efficiency"] for row in rows]
+    np.testing.assert_allclose(segments(ax, "tree"), [[r["efficiency_low"], r["efficiency_high"]] for r in rows])
+    assert "90% intervals" in ax.get_ylabel()
+
+
+def test_each_trace_of_a_sweep_has_its_figures(tmp_path):
+    drawn = figures.draw_sweep(Sweep(sweep_rows("a/b", "a:b", "$c$")))
+    assert [name for name in drawn if name.startswith("frontier")] == ["frontier_a-b", "frontier_a-b-2", "frontier_-c-"]
+    assert drawn["frontier_a-b-2"].get_title("left") == "a:b"
+    written = figures.plot_sweep(Sweep(sweep_rows("a/b", "..")), tmp_path / "out", kind="png")
+    assert {path.parent for path in written} == {tmp_path / "out"}
+
+
+def test_values_that_do_not_exist_are_left_out(tmp_path):
+    rows = [{**row, "low": None, "high": None, "tau": None} for row in sweep_rows("one")]
+    ax = figures.draw_sweep(Sweep(rows))["tau_by_budget"]
+    assert np.isnan(find(ax, "tree").get_ydata()).all()
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"\xff\xfe", r"sweep\.json: must be JSON, got"),
+        (b"{", r"sweep\.json: must be JSON, got"),
+        (b"[]", r"sweep\.json: cells must be a list of rows"),
+        (b'{"level": 0.95, "cells": 3}', r"sweep\.json: cells must be a list of rows"),
+        (b'{"level": 95, "cells": []}', r"sweep\.json: level must be over 0 and below 1, got 95"),
+        (b'{"level": 0.95, "cells": []}', r"sweep\.json: must have a row or more, got none"),
+        (b'{"level": 0.95, "cells": [4]}', r"sweep\.json: cells\[0\] must be a row, got 4"),
+        (b'{"level": 0.95, "cells": [{}]}', r"sweep\.json: policy of cells\[0\] must be a name, got None"),
+        ({"budget": "8"}, r"sweep\.json: budget of cells\[0\] must be a whole number from 0, got '8'"),
+        ({"budget": -1}, r"sweep\.json: budget of cells\[0\] must be a whole number from 0, got -1"),
+        ({"tau": True}, r"sweep\.json: tau of cells\[0\] must be a number or null, got True"),
+        ({"nodes": ...}, r"sweep\.json: nodes of cells\[0\] must be a number or null, got 'nothing'"),
+    ],
+)
+def test_a_file_that_is_no_sweeps_is_refused(content, message, tmp_path):
+    if isinstance(content, dict):
+        row = {**sweep_rows("one")[0], **content}
+        cells = [{name: value for name, value in row.items() if value is not ...}]
+        content = json.dumps({"level": 0.95, "cells": cells}).encode()
+    (tmp_path / "sweep.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        figures.plot_sweep(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_in_a_kind_that_is_none_or_a_folder_without_one_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"kind must be svg, pdf or png, got 'gif'"):
+        figures.plot_sweep(Sweep(sweep_rows("one")), tmp_path, kind="gif")
+    with pytest.raises(FileNotFoundError, match=r"sweep\.json"):
+        figures.plot_sweep(tmp_path, tmp_path)

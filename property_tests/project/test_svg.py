@@ -74,8 +74,8 @@ def test_tokens_probabilities_and_the_path_are_told():
     edges = [
         (float(p.attrib["stroke-width"]), p.attrib.get("class", "")) for p in ET.fromstring(svg).iter(f"{SVG}path")
     ]
-    assert [mark for _, mark in edges] == ["k", "", "k", ""]
-    assert edges[0][0] > edges[1][0] > edges[2][0] > edges[3][0]  # 0.8, 0.5, 0.4, 0.1
+    assert [mark for _, mark in edges] == ["", "", "k", "k"]  # what was accepted lies above
+    assert edges[2][0] > edges[0][0] > edges[3][0] > edges[1][0]  # 0.8, 0.5, 0.4, 0.1
 
 
 def test_labels_are_escaped_and_what_xml_cannot_hold_is_replaced():
