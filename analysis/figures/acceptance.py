@@ -112,7 +112,7 @@ def plot_efficiency(table: TauTable, *, ax: Axes | None = None) -> Axes:
     ax.set_yscale("log", base=2)
     lowest = 2.0 ** np.floor(np.log2(max(lowest, 2.0**-20) / 1.2))
     powers = 2.0 ** np.arange(np.log2(lowest), 1)
-    ax.set_yticks(powers, [f"{power:g}" if power >= 0.5 else f"1/{1 / power:.0f}" for power in powers])
+    ax.set_yticks(powers, ["1" if power == 1 else f"1/{1 / power:.0f}" for power in powers])
     ax.minorticks_off()
     ax.set_ylim(lowest, 1.15)
     ax.set_ylabel(f"tokens a node checked\n({level_of(table.level)})")

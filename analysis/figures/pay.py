@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -114,23 +114,30 @@ def plot_expected_tau(table: PayTable | TauTable, *, ax: Axes | None = None) -> 
     Axes
         Named: each policy's realised line by the policy, with intervals, and "tree: expected" and so on.
     """
+    from matplotlib.lines import Line2D
+
     ax = ax or new_axes(2.6)
+    handles: list[Any] = []
     for policy, (colour, marker, line) in series_style(table.policy).items():
         rows = np.flatnonzero([p == policy for p in table.policy])
         rows = rows[np.argsort(table.budget[rows], kind="stable")]
-        error_bars(
+        bars = error_bars(
             ax, table.budget[rows], table.tau[rows], table.low[rows], table.high[rows],
-            gid=policy, color=colour, marker=marker, linestyle=line, label=f"{policy}, realised",
+            gid=policy, color=colour, marker=marker, linestyle=line, label=policy,
             zorder=4 if policy == "chain" else 3,
         )  # fmt: skip
         ax.plot(
             table.budget[rows], table.expected[rows], color=colour, marker=marker, markerfacecolor="white",
-            linestyle=":", linewidth=1, label=f"{policy}, expected", gid=f"{policy}: expected",
+            linestyle=":", linewidth=1, gid=f"{policy}: expected",
         )  # fmt: skip
+        handles.append(bars)
+    ink: dict[str, Any] = {"color": INK, "marker": "o"}
+    handles.append(Line2D([], [], label="realised", **ink))
+    handles.append(Line2D([], [], label="expected", linestyle=":", markerfacecolor="white", **ink))
     budget_axis(ax, table.budget, "node budget; of a chain, its depth")
     ax.set_ylim(bottom=0)
     ax.set_ylabel(f"τ, tokens a round\n({level_of(table.level)})")
     if table.policy:
-        ax.legend(loc="lower right")
+        ax.legend(handles=handles, loc="lower right")
     plain(ax)
     return ax

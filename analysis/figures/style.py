@@ -27,6 +27,9 @@ OTHERS = (
     (GREEN, "D", "-."), (PINK, "v", ":"), (ORANGE, "^", (0, (4, 1.5, 1, 1.5, 1, 1.5))),
     (SKY, "P", (0, (1, 1))), (INK, "X", (0, (5, 1))), (GREY, "*", "-"),
 )  # fmt: skip
+MARKS = ((BLUE, "o"), (VERMILION, "s"), (ORANGE, "^"), (GREEN, "D"), (PINK, "v"), (SKY, "P"), (INK, "X"), (GREY, "*"))
+"""Colours and marks of series that have no colour of their own."""
+
 COLUMN = 3.35
 """Inches: the width of a column of a two-column paper."""
 
@@ -47,7 +50,11 @@ STYLE: Any = {
     "xtick.major.size": 3,
     "ytick.major.size": 3,
     "legend.fontsize": 7,
-    "legend.frameon": False,
+    "legend.frameon": True,  # a ground without an edge, so that no line runs through the words
+    "legend.facecolor": "white",
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.8,
+    "legend.borderpad": 0.2,
     "legend.handlelength": 2.2,
     "lines.linewidth": 1.3,
     "lines.markersize": 4,

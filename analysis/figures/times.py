@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ddtree.analysis.figures.style import BLUE, GREEN, GREY, INK, ORANGE, PINK, SKY, VERMILION, new_axes, plain
+from ddtree.analysis.figures.style import GREY, INK, MARKS, new_axes, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["plot_roofline", "plot_times"]
-
-MARKS = ((BLUE, "o"), (VERMILION, "s"), (ORANGE, "^"), (GREEN, "D"), (PINK, "v"), (SKY, "P"), (INK, "X"), (GREY, "*"))
 
 
 def plot_times(
