@@ -399,6 +399,7 @@ def test_break_even_says_only_what_was_run():
     first, second = table.break_even().records()
     assert first == dict(policy="tree", best_budget=4.0, best_speedup=2.4, pays_to=16.0, fails_at=64.0)
     assert second == dict(policy="slow", best_budget=64.0, best_speedup=0.8, pays_to=None, fails_at=64.0)
+    assert table.break_even(2.0).pays_to[0] == 16  # exactly as fast is fast enough
     still = table.break_even(0.5).records()[0]
     assert (still["pays_to"], still["fails_at"]) == (64.0, None)
 

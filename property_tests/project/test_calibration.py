@@ -134,6 +134,9 @@ def test_reliability_worked_by_hand():
     np.testing.assert_allclose(both.expected, [0.125, 0.75], rtol=1e-6)  # float32 log-probs
     assert both.error == pytest.approx(0.0625, abs=1e-6)  # (0.125 + 0) / 2
     assert (both.low.tolist(), both.high.tolist()) == tuple(x.tolist() for x in wilson_interval([1, 3], [4, 4]))
+    half = float(np.exp(np.float64(np.float32(np.log(0.5)))))
+    at_an_end = reliability_table(chunk_of([[1, 7]], [(np.log([[[0.5]]]), [[[7]]])]), bins=(0, half, 1))
+    assert at_an_end.n.tolist() == [0, 1]  # it belongs to the bin that begins there
     sure = reliability_table(chunk_of([[1, 7]], [(np.zeros((1, 1, 1)), [[[7]]])]), bins=(0, 0.5, 1))
     assert sure.n.tolist() == [0, 1]  # the last bin has its upper end too
     assert math.isnan(sure.realised[0])

@@ -34,6 +34,7 @@ def decoded(chunks, mode, budget):
     tables, prompt = [], 0
     for chunk in chunks:
         _, L, K = chunk.log_probs.shape
+        V = int(max(chunk.token_ids.max(), chunk.draft_token_ids.max())) + 1
         for p, given in enumerate(chunk.prompt_lens.tolist()):
             text = chunk.token_ids[chunk.token_offsets[p] : chunk.token_offsets[p + 1]]
             if len(text) > given:
@@ -72,10 +73,10 @@ def test_the_walk_is_the_engines_round_for_round(seed):
     assert choices.n_rank[of_chain, 0].tolist() == by_depth.n_accepted.tolist()
 
 
-@pytest.mark.parametrize("seed, cut", [(0, 10**6), (1, 3)])
-def test_ranks_and_expectations_are_those_of_a_loop_in_any_batch(seed, cut, monkeypatch):
+@pytest.mark.parametrize("seed, cut, K", [(0, 10**6, 5), (1, 3, 5), (2, 500, 10)])
+def test_ranks_and_expectations_are_those_of_a_loop_in_any_batch(seed, cut, K, monkeypatch):
     monkeypatch.setattr("ddtree.analysis.pay._TREES", cut)
-    chunk = random_chunk(seed, vocab_size=V)
+    chunk = random_chunk(seed, vocab_size=K + 1, K=K, prompts=8)
     table = would_a_tree_pay(chunk, (4, 12), shown_budget=12)
     tree, chain = decoded([chunk], "tree", 12), decoded([chunk], "chain", 4)
     counts = {(path, d): [0] * 10 for path in ("chain", "tree") for d in (1, 2, 3, 4)}
@@ -93,7 +94,7 @@ def test_ranks_and_expectations_are_those_of_a_loop_in_any_batch(seed, cut, monk
                 row = chunk.draft_token_ids[at, d - 1, :k].tolist()
                 choice = int(new[position + d])
                 counts[path, d][0] += 1
-                counts[path, d][1 + row.index(choice) if choice in row else 9] += 1
+                counts[path, d][min(1 + row.index(choice), 9) if choice in row else 9] += 1
     choices = table.choices
     for i, key in enumerate(counts):
         n, *of_rank, later = counts[key]
