@@ -1,8 +1,8 @@
 """What a round costs: seconds of drafting, and of checking n nodes behind a context, from measurements.
 
 A :class:`CostModel` is convex and non-decreasing in the number of nodes, which makes the expected rate of a best-first
-tree rise to one maximum and fall from there (CaDDTree, arXiv 2606.01813), and it never answers for what was not measured
-unless its caller asks for that.
+tree rise to one maximum and fall from there (CaDDTree, arXiv 2606.01813). For what was not measured it has no answer,
+unless its caller asks for the nearest one.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class CostModel:
         slack = 1e-9 * seconds.max() / max(1, self.nodes[-1])
         if (slopes < -slack).any() or (np.diff(slopes, axis=1) < -slack).any():
             raise ValueError(
-                "verify_seconds must be non-decreasing and convex in the nodes: fit_cost_model makes it so"
+                "verify_seconds must be non-decreasing and convex in the nodes, as fit_cost_model makes it"
             )
 
     def seconds(self, nodes: ArrayLike, context: ArrayLike, *, clamp: bool = False) -> NDArray[np.float64]:

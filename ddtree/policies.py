@@ -36,6 +36,7 @@ __all__ = [
     "check_policy_tree",
     "confidence",
     "cost_aware",
+    "first_nodes",
     "fixed_budget",
     "likeliest_rank_paths",
     "limited",
@@ -86,7 +87,8 @@ def cost_aware(budget: int, cost_model: CostModel, *, clamp: bool = False) -> Be
         raise TypeError(f"cost_model must be a ddtree.costs.CostModel, got {type(cost_model).__name__}")
     if integer("budget", budget, 0, INT32_MAX - 1) > cost_model.nodes[-1]:
         raise ValueError(
-            f"budget must be at most {cost_model.nodes[-1]}, the most nodes that cost_model was measured with, got {budget}"
+            f"budget must be at most {cost_model.nodes[-1]}, the most nodes that cost_model was measured with, "
+            f"got {budget}"
         )
     return BestFirst(f"cost_aware({budget})", budget, cost_model=cost_model, clamp=clamp)
 
@@ -110,7 +112,8 @@ def static_tree(paths: Iterable[Sequence[int]]) -> StaticTree:
     --------
     >>> policy = static_tree([(0,), (1,), (0, 0)])
     >>> log_probs = np.log(np.array([[[0.5, 0.25], [0.5, 0.25]]], np.float32))
-    >>> tree = policy(log_probs, np.array([[[7, 8], [9, 4]]], np.int32), np.array([3], np.int32), np.array([0], np.int32))
+    >>> token_ids = np.array([[[7, 8], [9, 4]]], np.int32)
+    >>> tree = policy(log_probs, token_ids, np.array([3], np.int32), np.array([0], np.int32))
     >>> tree.token_ids.tolist(), tree.parents.tolist()
     ([[3, 7, 8, 9]], [[-1, 0, 0, 1]])
     """
@@ -127,7 +130,7 @@ def static_tree(paths: Iterable[Sequence[int]]) -> StaticTree:
 
 
 def likeliest_rank_paths(rates: ArrayLike, budget: int) -> list[tuple[int, ...]]:
-    """The rank paths that are accepted most often, for :func:`static_tree`, if ranks of different depths are independent.
+    """The rank paths accepted most often, for :func:`static_tree`, if ranks of different depths are independent.
 
     Parameters
     ----------
@@ -264,7 +267,10 @@ def first_nodes(tree: DraftTree, node_counts: NDArray[Any]) -> DraftTree:
     words = np.where(used[:, :, None], to_numpy(tree.visibility_words)[:, :N, : (N + 31) // 32], np.uint32(0))
     return replace(
         tree,
-        **{name: cut(getattr(tree, name), -1) for name in ("token_ids", "parents", "depths", "ranks")},
+        token_ids=cut(tree.token_ids, -1),
+        parents=cut(tree.parents, -1),
+        depths=cut(tree.depths, -1),
+        ranks=cut(tree.ranks, -1),
         scores=cut(tree.scores, -np.inf),
         node_counts=node_counts.astype(np.int32),
         visibility_words=np.ascontiguousarray(words),
@@ -338,8 +344,8 @@ class AllChildren(_Budgeted):
             above, above_scores = begin + best, scores[rows, best]
             begin += n
         if not parts:
-            nothing = np.zeros((B, 0))
-            return tree_of_candidates((log_probs, token_ids, roots), nothing, *([nothing[0]] * 2), nothing, nothing > 0)
+            none = np.zeros((B, 0))
+            return tree_of_candidates((log_probs, token_ids, roots), none, none, none, none, none > 0)
         parents, scores = (np.concatenate([part[i] for part in parts], axis=1) for i in (0, 3))
         depths, ranks = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
         # Of equal scores the node that was made first, so that a parent precedes its children.
@@ -500,7 +506,7 @@ def check_policy_tree(policy: Policy, tree: Any, log_probs: Any, token_ids: Any,
 def _check_made_of(
     tree: DraftTree, log_probs: NDArray[np.float32], token_ids: NDArray[Any], roots: NDArray[Any]
 ) -> None:
-    """Ranks inside what was drafted, tokens and scores those of the draft, no candidate twice, padding as it must be."""
+    """Ranks that were drafted, tokens and scores of the draft, no candidate twice, padding as it must be."""
     B, N = tree.token_ids.shape
     L, K = tree.max_depth, tree.num_candidates
     used = np.arange(N) < tree.node_counts[:, None]
@@ -557,4 +563,4 @@ def _host_tree(tree: DraftTree) -> DraftTree:
             host[name] = to_numpy(getattr(tree, name))
         except TypeError as error:
             raise TypeError(f"tree.{name} {error}") from error
-    return replace(tree, **host)
+    return replace(tree, **host)  # type: ignore[arg-type]

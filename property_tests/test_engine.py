@@ -123,16 +123,18 @@ class LeastLikelyPolicy:
         return static_tree(paths[: int(prefix_lens.max()) % 5])(log_probs, token_ids, root_token_ids, prefix_lens)
 
 
-def root_alone(log_probs, token_ids, root_token_ids, prefix_lens):
-    return chain_tree(root_token_ids[:, None])
+class RootAlone:
+    budget = 3
+
+    def __call__(self, log_probs, token_ids, root_token_ids, prefix_lens):
+        return chain_tree(root_token_ids[:, None])
 
 
-root_alone.budget = 3
 COSTS = CostModel(np.array([0, 4, 40]), np.array([0, 64]), np.array([[1.0, 1.1, 4.0], [2.0, 2.1, 9.0]]))
 POLICIES = [
     fixed_budget(6), confidence(12, 0.05), cost_aware(9, COSTS), chain(3), all_children(7, 2), spine_first(5),
     static_tree([(0,), (1,), (0, 0), (1, 1)]), limited(fixed_budget(8), depth=2, topk=2), LeastLikelyPolicy(),
-    root_alone,
+    RootAlone(),
 ]  # fmt: skip
 
 
