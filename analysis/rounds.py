@@ -17,7 +17,7 @@ from ddtree.engine.records import Generation, Round
 from ddtree.reference.portable_math import portable_exp
 from ddtree.trees import Acceptance, DraftTree
 
-__all__ = ["RoundTable", "concatenate_rounds", "round_rows", "round_table"]
+__all__ = ["RoundTable", "Rounds", "as_round_table", "concatenate_rounds", "round_rows", "round_table"]
 
 LEAST_SCORE = -1e3
 """Any score from here down has the probability 0 in float64."""
@@ -88,6 +88,15 @@ class RoundTable:
     def take(self, rows: Any) -> RoundTable:
         """Return the rows that a mask or an array of indices picks."""
         return RoundTable(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+
+Rounds = Generation | Iterable[Round] | RoundTable
+"""What statistics take: what ``Engine.generate`` returned, its rounds from the first on, or the table of them."""
+
+
+def as_round_table(rounds: Rounds) -> RoundTable:
+    """Return the table of whatever statistics take; a table as it is."""
+    return rounds if isinstance(rounds, RoundTable) else round_table(rounds)
 
 
 def round_table(rounds: Generation | Iterable[Round], prompt_lens: Sequence[int] | None = None) -> RoundTable:
