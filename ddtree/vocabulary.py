@@ -95,7 +95,10 @@ class Vocabulary:
             raise ImportError(
                 f"encoding text needs the tokenizers library ({error}): pip install 'ddtree[text]'"
             ) from error
-        return Tokenizer.from_buffer(self.tokenizer_json)
+        try:
+            return Tokenizer.from_buffer(self.tokenizer_json)
+        except Exception as error:  # the library raises no narrower class
+            raise ValueError(f"tokenizer_json is no tokenizer that can be read: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the vocabulary to a KDTR file, which is replaced if it exists."""
@@ -119,7 +122,9 @@ class Vocabulary:
         """
         path = Path(path)
         arrays, _ = read_kdtr(path)
-        for name, dtype in ((_BYTES, "uint8"), (_OFFSETS, "int64")):
+        for name, dtype in ((_BYTES, "uint8"), (_OFFSETS, "int64"), (_TOKENIZER, "uint8")):
+            if name == _TOKENIZER and name not in arrays:
+                continue  # then it only decodes
             if name not in arrays or arrays[name].ndim != 1 or arrays[name].dtype != dtype:
                 got = f"{arrays[name].dtype} {arrays[name].shape}" if name in arrays else "none"
                 raise ValueError(f"{path} is no vocabulary: {name} must be {dtype} of shape (n,), got {got}")
