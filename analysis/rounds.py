@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ddtree.engine.records import Generation, Round
 from ddtree.trees import Acceptance, DraftTree
 
-__all__ = ["RoundTable", "concatenate_rounds", "round_rows", "round_table"]
+__all__ = ["RoundTable", "Rounds", "as_round_table", "concatenate_rounds", "round_rows", "round_table"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +84,15 @@ class RoundTable:
     def take(self, rows: Any) -> RoundTable:
         """Return the rows that a mask or an array of indices picks."""
         return RoundTable(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+
+Rounds = Generation | Iterable[Round] | RoundTable
+"""What statistics take: what ``Engine.generate`` returned, its rounds from the first on, or the table of them."""
+
+
+def as_round_table(rounds: Rounds) -> RoundTable:
+    """Return the table of whatever statistics take; a table as it is."""
+    return rounds if isinstance(rounds, RoundTable) else round_table(rounds)
 
 
 def round_table(rounds: Generation | Iterable[Round], prompt_lens: Sequence[int] | None = None) -> RoundTable:

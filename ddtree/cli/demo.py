@@ -113,9 +113,9 @@ def _write(folder: Path, settings: Settings, findings: dict[str, Findings]) -> l
     from ddtree.analysis.figures import save
     from ddtree.kdtr import atomic_write
 
-    drawings = draw(settings, findings)
-    for name, drawing in drawings.items():
-        save(drawing.figure, folder / name)
+    figures = draw(settings, findings)
+    for name, ax in figures.items():
+        save(ax, folder / name)
 
     def as_json(found: Findings) -> dict[str, Any]:
         return {
@@ -137,7 +137,7 @@ def _write(folder: Path, settings: Settings, findings: dict[str, Findings]) -> l
     }
     with atomic_write(folder / "results.json") as file:
         file.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-    return [*drawings, "results.json"]
+    return [*figures, "results.json"]
 
 
 def _tau_table(findings: dict[str, Findings]) -> Table:
@@ -150,7 +150,7 @@ def _tau_table(findings: dict[str, Findings]) -> Table:
     columns: dict[str, dict[int, float]] = {}
     for name, found in findings.items():
         for row in found.sweep.records() if found.sweep else []:
-            columns.setdefault(f"{name}\n{row['mode']}", {})[row["budget"]] = row["tau"]
+            columns.setdefault(f"{name}\n{row['policy']}", {})[row["budget"]] = row["tau"]
     for head in columns:
         table.add_column(head, justify="right")
     for budget in sorted({budget for column in columns.values() for budget in column}):

@@ -225,18 +225,18 @@ def test_times_are_of_the_calls():
 
 
 def test_figures_show_what_they_are_given():
-    drawing = figures.plot_times("op", [("a", {"ours": 1.0, "theirs": 20.0}), ("b", {"ours": 2.0})])
-    assert drawing.artists["ours"].get_xdata().tolist() == [1.0, 2.0]
-    assert drawing.artists["theirs"].get_ydata().tolist() == [0]
-    assert [t.get_text() for t in drawing.axes.get_yticklabels()] == ["a", "b"]
+    ax = figures.plot_times("op", [("a", {"ours": 1.0, "theirs": 20.0}), ("b", {"ours": 2.0})])
+    assert figures.find(ax, "ours").get_xdata().tolist() == [1.0, 2.0]
+    assert figures.find(ax, "theirs").get_ydata().tolist() == [0]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["a", "b"]
     roof = figures.plot_roofline(
         "op", [("a", 1e9, 1e6, {"ours": 10.0}), ("b", 2e9, 1e8, {"ours": 40.0})], 4000.0, 700.0
     )
-    assert roof.artists["ours"].get_xdata().tolist() == [1000.0, 20.0]
-    assert roof.artists["ours"].get_ydata().tolist() == [100.0, 50.0]
-    assert max(roof.artists["arithmetic"].get_ydata()) == 700.0
+    assert figures.find(roof, "ours").get_xdata().tolist() == [1000.0, 20.0]
+    assert figures.find(roof, "ours").get_ydata().tolist() == [100.0, 50.0]
+    assert max(figures.find(roof, "arithmetic").get_ydata()) == 700.0
     unknown = figures.plot_roofline("op", [("a", 1e9, 1e6, {"ours": 10.0})], 4000.0, float("nan"))
-    assert np.isfinite(unknown.artists["arithmetic"].get_ydata()).all()
+    assert np.isfinite(figures.find(unknown, "arithmetic").get_ydata()).all()
 
 
 def test_the_caption_names_machine_and_ceilings():
