@@ -1,6 +1,6 @@
 """ddtree: the laboratory for tree-structured speculative decoding.
 
-The operations (:mod:`ddtree.ops`) take NumPy, CuPy or torch arrays and return arrays of the same kind. Importing this
+The operations (:mod:`ddtree.ops`) take NumPy, CuPy, torch or JAX arrays and return arrays of the same kind. Importing this
 package loads NumPy and nothing heavier: numba, CuPy, torch and matplotlib come with their first use.
 """
 
@@ -25,12 +25,14 @@ from ddtree.trees import Acceptance, DraftTree, chain_tree, tree_from_parents
 if TYPE_CHECKING:
     from ddtree.drafters import NgramDrafter, OracleDrafter
     from ddtree.engine import Engine, Generation, Round
+    from ddtree.interop.huggingface import DDTreeDecoder
     from ddtree.kdtr import KdtrError, KdtrFile, read_kdtr, write_kdtr
     from ddtree.model import DeepseekV3, load_model
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "DDTreeDecoder": "ddtree.interop.huggingface",
     "DeepseekV3": "ddtree.model",
     "Engine": "ddtree.engine",
     "Generation": "ddtree.engine",
@@ -47,6 +49,7 @@ _LAZY = {
 __all__ = [
     "Acceptance",
     "BackendUnavailable",
+    "DDTreeDecoder",
     "DeepseekV3",
     "DraftTree",
     "Engine",

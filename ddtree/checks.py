@@ -125,7 +125,7 @@ class Call:
                 f"for shape {tuple(array.shape)}; pass a contiguous copy"
             )
         if written and not getattr(array.flags, "writeable", True):
-            raise ValueError(f"{name} must be writable, got a read-only array")
+            raise ValueError(f"{name} must be writable, got a read-only array: pass a copy that may be written")
 
     def check_apart(self, name: str, *others: str) -> None:
         """What is written must not be what is read."""
