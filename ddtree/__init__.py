@@ -1,7 +1,7 @@
 """ddtree: the laboratory for tree-structured speculative decoding.
 
-The operations (:mod:`ddtree.ops`) take NumPy, CuPy, torch or JAX arrays and return arrays of the same kind. Importing this
-package loads NumPy and nothing heavier: numba, CuPy, torch and matplotlib come with their first use.
+The operations (:mod:`ddtree.ops`) take NumPy, CuPy, torch or JAX arrays and return arrays of the same kind. Importing
+this package loads NumPy and nothing heavier: numba, CuPy, torch and matplotlib come with their first use.
 """
 
 from __future__ import annotations

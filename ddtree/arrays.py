@@ -1,9 +1,9 @@
 """The common array interface: what kind of array something is, and the same memory as another kind.
 
-Nothing here imports CuPy, torch or JAX: a caller that passes such an array has imported them already. torch and foreign
-arrays (JAX's, and anything with ``__dlpack__``) become NumPy arrays where they lie on the CPU and CuPy arrays where they
-lie on a GPU, without a copy, and results go back the same way. bfloat16 is ``ml_dtypes.bfloat16`` on NumPy and CuPy
-arrays.
+Nothing here imports CuPy, torch or JAX: a caller that passes such an array has imported them already. torch's arrays
+and foreign ones (JAX's, and anything with ``__dlpack__``) become NumPy arrays where they lie on the CPU and CuPy arrays
+where they lie on a GPU, without a copy, and results go back the same way. bfloat16 is ``ml_dtypes.bfloat16`` on NumPy
+and CuPy arrays.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def import_array(array: Any) -> Any:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"must lie on the CPU or on a CUDA device, got {device}; move it with .cpu()")
     bfloat16 = kind == "torch" and dtype_name(array) == "bfloat16"
-    if kind == "dlpack" and device.type == "cpu" and _name_of(getattr(array, "dtype", None)) == "bfloat16":
-        return np.asarray(array)  # NumPy's DLPack has no bfloat16, but such a library's arrays speak NumPy
+    if kind == "dlpack" and device.type == "cpu" and hasattr(array, "__array__") and dtype_name(array) == "bfloat16":
+        return np.asarray(array)  # NumPy's DLPack has no bfloat16, but JAX shares its memory this way as well
     if kind == "torch":
         if array.requires_grad:
             raise TypeError("must not require gradients: these operations have none; pass tensor.detach()")
@@ -197,7 +197,7 @@ def export_array(array: Any, like: Any) -> Any:
 
 
 def _as_foreign(array: Any, like: Any) -> Any:
-    namespace = like.__array_namespace__() if hasattr(like, "__array_namespace__") else None
+    namespace: Any = like.__array_namespace__() if hasattr(like, "__array_namespace__") else None
     if not hasattr(namespace, "from_dlpack"):
         return array
     if dtype_name(array) == "bfloat16":  # no DLPack that is common to them has it
