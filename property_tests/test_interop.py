@@ -136,10 +136,10 @@ def test_an_additive_mask_of_a_window_shows_the_last_positions_alone(tree_column
     for b, prefix in enumerate(PREFIXES):
         for i in range(tree.node_counts[b]):
             position = prefix + int(tree.depths[b, i])
-            columns = [c for c in range(prefix) if window is None or c > position - window]
-            for j in sorted(seen(tree, b, i)):
-                if window is None or prefix + int(tree.depths[b, j]) > position - window:
-                    columns.append((prefix if tree_column is None else tree_column) + j)
+            first = -1 if window is None else position - window  # the last position that is out of sight
+            nodes = [j for j in sorted(seen(tree, b, i)) if prefix + int(tree.depths[b, j]) > first]
+            root = prefix if tree_column is None else tree_column
+            columns = [c for c in range(prefix) if c > first] + [root + j for j in nodes]
             assert np.flatnonzero(mask[b, 0, i] == 0).tolist() == columns
 
 
