@@ -67,8 +67,8 @@ def plot_tau_by_budget(table: TauTable, *, ax: Axes | None = None) -> Drawing:
     """
     ax = ax or _new_axes(6.4, 4.0)
     artists: dict[str, Any] = {}
-    for mode in dict.fromkeys(table.mode):
-        rows = np.array([m == mode for m in table.mode])
+    for mode in dict.fromkeys(table.policy):
+        rows = np.array([m == mode for m in table.policy])
         colour, marker, line = SERIES.get(mode, (INK, "D", ":"))
         tau = table.tau[rows]
         artists[mode] = ax.errorbar(

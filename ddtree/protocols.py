@@ -24,6 +24,7 @@ __all__ = [
     "DraftContext",
     "Drafter",
     "KVCache",
+    "Policy",
     "RequestCache",
     "Target",
     "TargetOutput",
@@ -296,3 +297,21 @@ class Drafter(Protocol):
     """
 
     def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[Any, Any]: ...
+
+
+class Policy(Protocol):
+    """Which tree is made of a draft: ``policy(log_probs, token_ids, root_token_ids, prefix_lens) -> DraftTree``.
+
+    The arguments are a draft as :func:`ddtree.build_tree` takes it, float32 and int32 (B, L, K), each request's last
+    committed token, int32 (B,), and its committed cache rows, int32 (B,). The tree has N ≤ 1 + ``budget`` slots, its
+    nodes are candidates of the draft with the ranks and scores of :class:`ddtree.DraftTree`, and may be fewer in any
+    request. A request's tree follows from its own row of the arguments, whoever else is in the batch. A policy decides
+    how many tokens a round emits, never which. See :mod:`ddtree.policies`.
+    """
+
+    @property
+    def budget(self) -> int:
+        """The most nodes of a tree besides the root."""
+        ...
+
+    def __call__(self, log_probs: Any, token_ids: Any, root_token_ids: Any, prefix_lens: Any) -> DraftTree: ...

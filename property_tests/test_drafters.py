@@ -160,6 +160,43 @@ def test_noise_law_makes_the_acceptance(law, topk, rounds):
     assert engine.generate([text[:5]], 25).tokens_per_round[0].tolist() == rounds
 
 
+RATES = (0.837, 0.669, 0.524, 0.3)
+"""Unconditional, as a server reports them by position."""
+
+
+@pytest.mark.parametrize("topk, budget, refused", [(1, 4, ()), (3, 120, (0.5, 0.25))])
+def test_a_published_curve_is_what_a_run_accepts(topk, budget, refused):
+    texts = np.random.default_rng(2).integers(0, VOCABULARY, (12, 420)).astype(np.int32)
+    law = NoiseLaw.from_acceptance_rates(RATES, refused=refused)
+    drafter = OracleDrafter([text[5:] for text in texts], VOCABULARY, noise=law, seed=11)
+    assert "synthetic" in drafter.label
+    engine = Engine(ScriptedTarget(texts, VOCABULARY), drafter, depth=4, budget=budget, topk=topk, backend="reference")
+    run = engine.generate([text[:5] for text in texts], 400)
+    # the last rounds of a request may be cut by its end
+    lengths = np.concatenate([row[: len(row) - 4] for row in run.tokens_per_round])
+    n = len(lengths)
+    assert n > 1_000
+    won_back = sum(refused)
+    wanted, rate = [], 1.0
+    for before, after in itertools.pairwise((1.0, *RATES)):
+        rate *= after / before + (1 - after / before) * won_back
+        wanted.append(rate)
+    if not refused:
+        np.testing.assert_allclose(wanted, RATES)
+    for depth, p in enumerate(wanted, start=1):
+        sigma = math.sqrt(n * p * (1 - p))
+        assert abs((lengths > depth).sum() - n * p) <= DEVIATIONS * sigma, depth
+    sigma = lengths.std() / math.sqrt(n)
+    assert abs(lengths.mean() - (1 + sum(wanted))) <= DEVIATIONS * sigma
+
+
+def test_a_curve_is_turned_into_steps_and_ends_with_its_last_depth():
+    law = NoiseLaw.from_acceptance_rates([0.8, 0.8, 0.2], refused=[0.5])
+    np.testing.assert_allclose(law.rank_probs, [[0.8, 0.1], [1.0, 0.0], [0.25, 0.375], [0.0, 0.5]])
+    assert law.rank(99, 0.2) == 1  # beyond the curve, rank 1 of 2 candidates is all that is left
+    assert NoiseLaw.from_acceptance_rates([0.5, 0.0, 0.0]).rank_probs == ((0.5,), (0.0,), (0.0,), (0.0,))
+
+
 def test_law_of_a_truth_that_is_never_drafted_leaves_the_whole_vocabulary_but_it():
     drafter = OracleDrafter([TEXT], VOCABULARY, noise=NoiseLaw([[0.0]]))
     log_probs, token_ids = oracle_row(drafter, 2, 3, VOCABULARY)
@@ -211,6 +248,31 @@ def test_oracle_forgets_requests_that_ended():
         (lambda: NoiseLaw([[0.5], [0.7, 0.4]]), ValueError, r"rank_probs\[1\], of depth 2, .* at most 1, got \[0.7"),
         (lambda: NoiseLaw([[-0.1]]), ValueError, r"rank_probs\[0\], of depth 1, must be probabilities"),
         (lambda: NoiseLaw([[math.nan]]), ValueError, r"rank_probs\[0\], of depth 1, must be probabilities"),
+        (lambda: NoiseLaw.from_acceptance_rates([]), ValueError, r"rates must have one for depth 1, got none"),
+        (
+            lambda: NoiseLaw.from_acceptance_rates(0.5),
+            TypeError,
+            r"rates must be a sequence of probabilities, got float",
+        ),
+        (lambda: NoiseLaw.from_acceptance_rates("0.5"), TypeError, r"rates must be a sequence .*, got str"),
+        (lambda: NoiseLaw.from_acceptance_rates((0.5, "x")), TypeError, r"rates\[1\] must be a number, got str 'x'"),
+        (lambda: NoiseLaw.from_acceptance_rates([67.7]), ValueError, r"rates\[0\] must be a probability .*, got 67.7"),
+        (lambda: NoiseLaw.from_acceptance_rates([math.nan]), ValueError, r"rates\[0\] must be finite, got nan"),
+        (
+            lambda: NoiseLaw.from_acceptance_rates([0.5, 0.4, 0.6]),
+            ValueError,
+            r"rates\[2\] must be at most rates\[1\] = 0.4, got 0.6",
+        ),
+        (
+            lambda: NoiseLaw.from_acceptance_rates([0.5], refused=[-0.1]),
+            ValueError,
+            r"refused\[0\] must be a probability in 0 … 1, got -0.1",
+        ),
+        (
+            lambda: NoiseLaw.from_acceptance_rates([0.5], refused=[0.7, 0.7]),
+            ValueError,
+            r"refused must sum to at most 1, got 1.4",
+        ),
         (lambda: NgramDrafter(max_ngram=0), ValueError, r"max_ngram must be in 1 … \d+, got 0"),
         (lambda: NgramDrafter(min_ngram=5), ValueError, r"min_ngram must be in 1 … 4 \(max_ngram\), got 5"),
         (lambda: NgramDrafter(recency=0.0), ValueError, r"recency must be over 0 and at most 1, got 0.0"),

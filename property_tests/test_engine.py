@@ -9,8 +9,20 @@ import pytest
 from hypothesis import event, given
 
 from ddtree import reference
+from ddtree.costs import CostModel
 from ddtree.drafters import NgramDrafter, NoiseLaw, OracleDrafter
 from ddtree.engine import STAGES, Engine, NonFiniteLogitsError, Round, ScriptedTarget
+from ddtree.policies import (
+    all_children,
+    chain,
+    confidence,
+    cost_aware,
+    fixed_budget,
+    limited,
+    policy_name,
+    spine_first,
+    static_tree,
+)
 from ddtree.property_tests.compare import assert_close, assert_same
 from ddtree.property_tests.targets import (
     DRAFTERS,
@@ -98,6 +110,53 @@ def test_drafting_gives_the_autoregressive_tokens(
     if actual.tau is not None:
         event("drafts accepted" if actual.tau > 1 else "nothing accepted")
         assert kind != "hostile" or actual.tau == 1.0
+
+
+class LeastLikelyPolicy:
+    """Of every depth the last candidates, in a different number each round: mostly what nobody would choose."""
+
+    budget = 6
+
+    def __call__(self, log_probs, token_ids, root_token_ids, prefix_lens):
+        K = log_probs.shape[2]
+        paths = [(K - 1,) * d for d in range(1, 4)] + ([(0,)] if K > 1 else [])
+        return static_tree(paths[: int(prefix_lens.max()) % 5])(log_probs, token_ids, root_token_ids, prefix_lens)
+
+
+class RootAlone:
+    budget = 3
+
+    def __call__(self, log_probs, token_ids, root_token_ids, prefix_lens):
+        return chain_tree(root_token_ids[:, None])
+
+
+COSTS = CostModel(np.array([0, 4, 40]), np.array([0, 64]), np.array([[1.0, 1.1, 4.0], [2.0, 2.1, 9.0]]))
+POLICIES = [
+    fixed_budget(6), confidence(12, 0.05), cost_aware(9, COSTS), chain(3), all_children(7, 2), spine_first(5),
+    static_tree([(0,), (1,), (0, 0), (1, 1)]), limited(fixed_budget(8), depth=2, topk=2), LeastLikelyPolicy(),
+    RootAlone(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
+@given(
+    kind=st.sampled_from(list(DRAFTERS)),
+    prompts=PROMPTS,
+    seed=st.integers(0, 2**32),
+    max_new_tokens=st.integers(1, 14),
+    stops=st.lists(TOKENS, max_size=1),
+    sampling=SAMPLINGS,
+)
+def test_policy_changes_no_token(engine_backend, policy, kind, prompts, seed, max_new_tokens, stops, sampling):
+    target, options = AttentionTarget(seed % 5), {"seed": seed, **sampling}
+    expected = autoregressive(target, prompts, max_new_tokens, stops, **options)
+    drafter = DRAFTERS[kind](expected.tokens, seed)
+    engine = engine_on(target, drafter, depth=3, topk=4, policy=policy, backend=engine_backend.backend)
+    assert engine.budget == policy.budget
+    actual = engine.generate(prompts, max_new_tokens, stops, **options)
+    assert_same_tokens(actual, expected)
+    assert_accounts(actual)
+    event("drafts accepted" if actual.tau is not None and actual.tau > 1 else "nothing accepted")
 
 
 @given(prompts=PROMPTS, seed=st.integers(0, 2**32), sampling=SAMPLINGS)

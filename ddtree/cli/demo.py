@@ -150,7 +150,7 @@ def _tau_table(findings: dict[str, Findings]) -> Table:
     columns: dict[str, dict[int, float]] = {}
     for name, found in findings.items():
         for row in found.sweep.records() if found.sweep else []:
-            columns.setdefault(f"{name}\n{row['mode']}", {})[row["budget"]] = row["tau"]
+            columns.setdefault(f"{name}\n{row['policy']}", {})[row["budget"]] = row["tau"]
     for head in columns:
         table.add_column(head, justify="right")
     for budget in sorted({budget for column in columns.values() for budget in column}):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddtree.checks import INT32_MAX, integer
+from ddtree.checks import INT32_MAX, integer, real
 from ddtree.protocols import DraftContext
 from ddtree.reference.philox import philox4x32
 from ddtree.tokens import token_row
@@ -28,7 +29,8 @@ class NoiseLaw:
     rank_probs : sequence of sequence of float
         ``rank_probs[d - 1][r]`` is the probability that at depth d the truth has rank r; what a row lacks to 1 is the
         probability that it is not drafted. Depths below the table follow its last row. A chain (rank 0 alone) accepts
-        depth d, having accepted those above, with probability ``rank_probs[d - 1][0]``.
+        depth d, having accepted those above, with probability ``rank_probs[d - 1][0]``. To have unconditional rates,
+        as servers report them: :meth:`from_acceptance_rates`.
 
     Examples
     --------
@@ -50,12 +52,67 @@ class NoiseLaw:
                     f"rank_probs[{d - 1}], of depth {d}, must be probabilities that sum to at most 1, got {row!r}"
                 )
 
+    @classmethod
+    def from_acceptance_rates(cls, rates: Sequence[float], *, refused: Sequence[float] = ()) -> NoiseLaw:
+        """Make the law under which a chain has given acceptance rates by position, as servers report them.
+
+        Parameters
+        ----------
+        rates : sequence of float
+            ``rates[d - 1]`` is the probability that the drafts of depths 1 … d are all accepted: unconditional rates,
+            as in vLLM's log line "Per-position acceptance rate" and its option ``synthetic_acceptance_rates``. Each is
+            in 0 … 1, and none is larger than the one before. Beyond the last depth nothing is accepted. A chain as
+            deep as the curve so has τ = 1 + Σ rates.
+        refused : sequence of float
+            ``refused[i]`` is the probability that the truth has rank i + 2 where it has not rank 1, at any depth: what
+            a tree can win back. They sum to at most 1; what they lack is the probability that it is not drafted.
+
+        Returns
+        -------
+        NoiseLaw
+
+        Raises
+        ------
+        ValueError, TypeError
+            Rates that are not as above, with the place of the first.
+
+        Examples
+        --------
+        >>> NoiseLaw.from_acceptance_rates([0.8, 0.4]).rank_probs
+        ((0.8,), (0.5,), (0.0,))
+        """
+        curve = _probabilities("rates", rates)
+        others = _probabilities("refused", refused)
+        if not curve:
+            raise ValueError("rates must have one for depth 1, got none")
+        for i in range(1, len(curve)):
+            if curve[i] > curve[i - 1]:
+                raise ValueError(
+                    f"rates[{i}] must be at most rates[{i - 1}] = {curve[i - 1]}, got {curve[i]}: rates are of all "
+                    "drafts down to a depth, not of one given those above"
+                )
+        if sum(others) > 1 + 1e-9:
+            raise ValueError(f"refused must sum to at most 1, got {sum(others)}")
+        steps = [after / before if before else 0.0 for before, after in itertools.pairwise([1.0, *curve])]
+        return cls(tuple((p, *((1.0 - p) * share for share in others)) for p in [*steps, 0.0]))
+
     def rank(self, depth: int, uniform: float) -> int | None:
         """Rank of the truth at ``depth`` (from 1) where chance is ``uniform``, in [0, 1); None: not drafted."""
         row = self.rank_probs[min(depth, len(self.rank_probs)) - 1]
         ends = np.cumsum(np.asarray(row, np.float64))
         rank = int(np.searchsorted(ends, uniform, side="right"))  # half-open: a probability of 0 never happens
         return rank if rank < len(ends) else None
+
+
+def _probabilities(name: str, values: Sequence[float]) -> list[float]:
+    """Each as a float in 0 … 1, or an error that names it."""
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        raise TypeError(f"{name} must be a sequence of probabilities, got {type(values).__name__}")
+    checked = [real(f"{name}[{i}]", value) for i, value in enumerate(values)]
+    for i, p in enumerate(checked):
+        if not 0 <= p <= 1:
+            raise ValueError(f"{name}[{i}] must be a probability in 0 … 1, got {p}")
+    return checked
 
 
 class OracleDrafter:

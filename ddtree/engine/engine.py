@@ -20,7 +20,8 @@ from ddtree.checks import INT32_MAX, integer, real
 from ddtree.engine.cache import PagedCache
 from ddtree.engine.records import STAGES, Emission, FinishReason, Generation, Round
 from ddtree.ops import accept_tree, build_tree, choose_tokens, tree_positions
-from ddtree.protocols import CachingTarget, DraftContext, Drafter, RequestCache, Target, TargetOutput
+from ddtree.policies import check_policy_tree, policy_name
+from ddtree.protocols import CachingTarget, DraftContext, Drafter, Policy, RequestCache, Target, TargetOutput
 from ddtree.tokens import token_row
 from ddtree.trees import Acceptance, DraftTree, chain_tree
 
@@ -45,13 +46,16 @@ class Engine:
         Proposes tokens; it changes how fast tokens come, never which. Not needed for ``mode="autoregressive"``.
     depth : int
         L, the most tokens a path of the tree holds besides the root: 0 and up.
-    budget : int
-        Nodes of a tree besides the root: 0 and up.
+    budget : int, optional
+        Nodes of a tree besides the root: 0 and up; 16 if left out. With a policy it is the policy's, and left out.
     topk : int, optional
         K, the most candidates that a drafter may give a depth: 1 … V. By default min(budget, V), at least 1: with
         that many, the tree is optimal over the whole vocabulary.
+    policy : Policy, optional
+        Which tree is made of a draft, see :mod:`ddtree.policies`; by default the ``budget`` likeliest paths. It counts
+        in ``mode="tree"``.
     backend : str, optional
-        Who does the operations; see :mod:`ddtree.ops`. By default the arrays decide.
+        Who does the operations; see :mod:`ddtree.ops`. By default the arrays decide. A policy's own are the policy's.
     page_size : int
         S, rows of a cache page.
     max_context : int, optional
@@ -75,8 +79,9 @@ class Engine:
         drafter: Drafter | None = None,
         *,
         depth: int = 7,
-        budget: int = 16,
+        budget: int | None = None,
         topk: int | None = None,
+        policy: Policy | None = None,
         backend: str | None = None,
         page_size: int = 16,
         max_context: int | None = None,
@@ -89,7 +94,17 @@ class Engine:
             raise TypeError(f"drafter must be callable as (context, depth, topk), got {type(drafter).__name__}")
         self.drafter = drafter
         self.depth = integer("depth", depth, 0, INT32_MAX - 1)
-        self.budget = integer("budget", budget, 0, INT32_MAX - 1)
+        if policy is not None:
+            if not callable(policy) or not hasattr(policy, "budget"):
+                raise TypeError(
+                    "policy must be callable as (log_probs, token_ids, root_token_ids, prefix_lens) and have a budget, "
+                    f"got {type(policy).__name__}"
+                )
+            if budget is not None:
+                raise ValueError(f"budget must be left out with a policy, whose own counts, got {budget!r}")
+            budget = integer(f"budget of policy {policy_name(policy)}", policy.budget, 0, INT32_MAX - 1)
+        self.policy = policy
+        self.budget = integer("budget", 16 if budget is None else budget, 0, INT32_MAX - 1)
         topk = max(1, min(self.budget, self.vocab_size)) if topk is None else topk
         self.topk = integer("topk", topk, 1, self.vocab_size, "the vocabulary size")
         if backend is not None:
@@ -232,9 +247,9 @@ class Engine:
 
     def _plan(self, mode: Mode) -> _Plan:
         plans = {
-            "tree": _Plan(self.depth, self.budget, self.topk),
-            "chain": _Plan(self.depth, self.depth, 1),
-            "autoregressive": _Plan(0, 0, 1),
+            "tree": _Plan(self.depth, self.budget, self.topk, self.policy),
+            "chain": _Plan(self.depth, self.depth, 1, None),
+            "autoregressive": _Plan(0, 0, 1, None),
         }
         if mode not in plans:
             raise ValueError(f"mode must be one of {', '.join(map(repr, plans))}, got {mode!r}")
@@ -266,6 +281,7 @@ class _Plan(NamedTuple):
     depth: int
     budget: int
     topk: int
+    policy: Policy | None
 
 
 class _Sequence:
@@ -320,7 +336,8 @@ class _Run:
         self.active = list(range(len(prompts)))
         self.stop_set = frozenset(stops)
         self.keys = np.array(keys, np.int64)
-        drafts = plan.depth > 0 and plan.budget > 0
+        # a policy is shown every draft, even one that drafts nothing of it
+        drafts = plan.depth > 0 and (plan.budget > 0 or plan.policy is not None)
         self.drafter = engine.drafter if drafts else None
         self.hidden_layers = tuple(getattr(self.drafter, "hidden_layers", ()))
         self.hidden_states: dict[int, dict[int, Any]] = {}
@@ -378,7 +395,7 @@ class _Run:
         with self._timed("draft"):
             log_probs, token_ids = self._draft(roots)
         with self._timed("build_tree"):
-            tree = self._build_tree(log_probs, token_ids, roots)
+            tree = self._build_tree(log_probs, token_ids, roots, prefix_lens)
         with self._timed("forward"):
             cache = self.cache.view(self.active, prefix_lens, tree.num_slots)
             output = self._forward(tree, cache)
@@ -424,7 +441,7 @@ class _Run:
 
     def _draft(self, roots: Any) -> tuple[Any, Any]:
         """Ask the drafter, and see that its answer is a draft of these requests and no larger than asked for."""
-        requests, (depth, _, topk) = list(self.active), self.plan
+        requests, (depth, _, topk) = list(self.active), self.plan[:3]
         if self.drafter is None:
             shape = (len(requests), depth, 1)
             return self.xp.full(shape, -np.inf, np.float32), self.xp.full(shape, -1, np.int32)
@@ -458,15 +475,24 @@ class _Run:
             )
         return log_probs, token_ids
 
-    def _build_tree(self, log_probs: Any, token_ids: Any, roots: Any) -> DraftTree:
+    def _build_tree(self, log_probs: Any, token_ids: Any, roots: Any, prefix_lens: NDArray[np.int32]) -> DraftTree:
         """Build the trees of a draft whose values are checked, on any device: no id may reach the model's embedding."""
+        policy = self.plan.policy
+        if policy is None:
+            return self._likeliest_tree(log_probs, token_ids, roots, self.plan.budget)
+        self._likeliest_tree(log_probs, token_ids, roots, 0)  # the root alone: it checks the draft
+        token_ids = token_ids.astype(np.int32, copy=False)
+        tree = policy(log_probs, token_ids, roots, self.xp.asarray(prefix_lens))
+        check_policy_tree(policy, tree, log_probs, token_ids, roots)
+        return _converted(tree, self._native)
 
+    def _likeliest_tree(self, log_probs: Any, token_ids: Any, roots: Any, budget: int) -> DraftTree:
         def build(rows: slice) -> DraftTree:
             return build_tree(
                 log_probs[rows],
                 token_ids[rows],
                 roots[rows],
-                budget=self.plan.budget,
+                budget=budget,
                 vocab_size=self.engine.vocab_size,
                 backend=self.engine.backend,
                 validate=True,

@@ -168,7 +168,7 @@ def test_demo_checks_everything_and_writes_its_figures(run, tmp_path):
     assert (text["synthetic"], synthetic["synthetic"]) == (False, True)
     for stage in (text, synthetic):
         rows = stage["tau_by_budget"]
-        assert [(row["mode"], row["budget"]) for row in rows] == [
+        assert [(row["policy"], row["budget"]) for row in rows] == [
             *(("chain", b) for b in measuring.QUICK.budgets if b <= measuring.QUICK.depth_limit),
             *(("tree", b) for b in measuring.QUICK.budgets),
         ]

@@ -49,7 +49,18 @@ def test_a_public_docstring_gives_shape_and_type_of_every_array(op: str) -> None
             assert re.search(r"float|int|the type of|any type", line[1]), f"{op}: {name} has no type"
 
 
-@pytest.mark.parametrize("module", ["ddtree.ops", "ddtree.trees"])
+WITH_EXAMPLES = [
+    "ddtree.ops",
+    "ddtree.trees",
+    "ddtree.analysis.acceptance",
+    "ddtree.analysis.intervals",
+    "ddtree.analysis.rounds",
+    "ddtree.analysis.speedup",
+    "ddtree.drafters.oracle",
+]
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
 def test_examples_in_docstrings_are_true(module: str) -> None:
     loaded = importlib.import_module(module)
     result = doctest.testmod(loaded, extraglobs={"np": importlib.import_module("numpy")})

@@ -1,0 +1,182 @@
+"""Recording a trace with the engine: one token a round is committed, and every draft is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ddtree.analysis.trace import Trace, TraceWriter, open_trace
+from ddtree.arrays import to_numpy
+from ddtree.engine import Engine, Round
+from ddtree.protocols import DraftContext, Drafter, Target
+from ddtree.tokens import token_row
+from ddtree.trees import DraftTree, chain_tree
+
+__all__ = ["record"]
+
+
+def record(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[ArrayLike],
+    path: str | os.PathLike[str],
+    *,
+    depth: int = 7,
+    topk: int = 16,
+    max_new_tokens: int = 64,
+    stop_token_ids: Iterable[int] = (),
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    names: Sequence[str] | None = None,
+    target_name: str = "",
+    drafter_name: str = "",
+    vocabulary: str = "",
+    prompts_a_chunk: int = 16,
+    backend: str | None = None,
+    on_prompts: Callable[[int], None] | None = None,
+) -> Trace:
+    """Record what the drafter drafts at every position of the target's continuations, with our engine.
+
+    The engine runs, ``prompts_a_chunk`` prompts at a time, with a policy that keeps the draft and no node: it commits
+    one token a round, and the drafter sees what it would see in a live run that got to that position, but for how many
+    rows came in one pass. A drafter whose log-probs follow from the committed tokens alone drafts the same bits in
+    both. One that computes in floating point on the target's hidden states may round otherwise where a pass had
+    another shape; then a replay and a live run agree but where two scores, or two logits, are as near as that.
+
+    A drafter sees the numbers that the requests have among all prompts, whatever the chunk. A trace that is there,
+    unfinished and of the same arguments, is continued behind its last whole chunk.
+
+    Parameters
+    ----------
+    target, drafter : Target, Drafter
+        The pair, as :class:`ddtree.Engine` takes them.
+    prompts : sequence of array, int, shape (n,)
+        Token ids of each prompt.
+    path : str or os.PathLike
+        Folder of the trace.
+    depth, topk : int
+        L and K: what a replay can use at most.
+    max_new_tokens, stop_token_ids, temperature, top_p, seed
+        As in :meth:`ddtree.Engine.generate`.
+    names : sequence of str, optional
+        What the prompts are called, one each.
+    target_name, drafter_name, vocabulary : str
+        Kept in the manifest; by default the drafter's ``label`` and the types' names.
+    prompts_a_chunk : int
+        Prompts that run together and that a chunk holds.
+    backend : str, optional
+        Who does the operations.
+    on_prompts : callable, optional
+        Called with the number of prompts that are recorded, at first and after each chunk.
+
+    Returns
+    -------
+    Trace
+        The whole of it, open.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument by name, before any work; or the folder holds something else.
+    """
+    if drafter is None:
+        raise TypeError("drafter must be a drafter, got None")
+    engine = Engine(target, drafter, depth=depth, topk=topk, policy=_Keep(), backend=backend)
+    rows = [token_row(f"prompts[{i}]", prompt, engine.vocab_size) for i, prompt in enumerate(prompts)]
+    if not rows:
+        raise ValueError("prompts must hold one prompt or more, got none")
+    names = [""] * len(rows) if names is None else list(names)
+    if len(names) != len(rows):
+        raise ValueError(f"names must have one entry a prompt, {len(rows)}, got {len(names)}")
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(np.array([len(row), *row], "<i4").tobytes())
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    stops = [int(t) for t in stop_token_ids]
+    writer = TraceWriter(
+        path,
+        *(engine.vocab_size, depth, topk),
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=stops,
+        **sampling,
+        target=target_name or type(target).__name__,
+        drafter=drafter_name or str(getattr(drafter, "label", type(drafter).__name__)),
+        prompts=digest.hexdigest(),
+        vocabulary=vocabulary,
+        prompts_a_chunk=prompts_a_chunk,
+    )
+    with writer:
+        while writer.num_prompts < len(rows):
+            if on_prompts is not None:
+                on_prompts(writer.num_prompts)
+            start = writer.num_prompts
+            batch = rows[start : start + prompts_a_chunk]
+            engine.policy = keep = _Keep()
+            engine.drafter = _Renumbered(drafter, start)
+            generation = engine.generate(
+                batch,
+                max_new_tokens,
+                stops,
+                **sampling,
+                request_ids=range(start, start + len(batch)),
+                on_round=keep.assign,
+            )
+            for b, (prompt, new) in enumerate(zip(batch, generation.tokens, strict=True)):
+                values, ids = keep.drafts(b, depth, topk)
+                writer.append(np.concatenate([prompt, new]), len(prompt), values, ids, names[start + b])
+        if on_prompts is not None:
+            on_prompts(len(rows))
+    return open_trace(path)
+
+
+class _Keep:
+    """A policy that keeps every draft and drafts nothing: one token a round is committed."""
+
+    budget = 0
+    label = "recording"
+
+    def __init__(self) -> None:
+        self._last: tuple[NDArray[Any], ...] = ()
+        self._drafts: dict[int, list[tuple[NDArray[Any], ...]]] = {}
+
+    def __call__(self, log_probs: Any, token_ids: Any, root_token_ids: Any, prefix_lens: Any) -> DraftTree:
+        self._last = tuple(to_numpy(a).copy() for a in (log_probs, token_ids))
+        return chain_tree(to_numpy(root_token_ids)[:, None])
+
+    def assign(self, round_: Round) -> None:
+        """Give the draft of the round that is over to its requests."""
+        for b, request in enumerate(round_.request_ids):
+            self._drafts.setdefault(request, []).append(tuple(a[b] for a in self._last))
+
+    def drafts(self, request: int, depth: int, topk: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        """Every draft of a request, in order, with −inf behind what a narrow draft holds."""
+        kept = self._drafts.get(request, [])
+        values = np.full((len(kept), depth, topk), -np.inf, np.float32)
+        ids = np.zeros(values.shape, np.int32)
+        for i, (row, those) in enumerate(kept):
+            values[i, :, : row.shape[1]], ids[i, :, : row.shape[1]] = row, those
+        return values, ids
+
+
+class _Renumbered:
+    """A drafter that is told the numbers that a chunk's requests have among all prompts."""
+
+    def __init__(self, drafter: Drafter, start: int) -> None:
+        self._drafter, self._start = drafter, start
+        self.__name__ = str(getattr(drafter, "__name__", type(drafter).__name__))  # for messages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[Any, Any]:
+        numbers = {
+            name: [self._start + r for r in getattr(context, name)] for name in ("request_ids", "began", "ended")
+        }
+        return self._drafter(replace(context, **numbers), depth, topk)

@@ -1,0 +1,178 @@
+"""Would a tree pay? The walk of a trace against the engine, the ranks by hand and by a loop."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ddtree.analysis.acceptance import acceptance_table, tau_table
+from ddtree.analysis.comparison import compare
+from ddtree.analysis.pay import would_a_tree_pay
+from ddtree.analysis.rounds import concatenate_rounds, round_table
+from ddtree.engine import Engine, ScriptedTarget
+from ddtree.property_tests.project.made_traces import calibrated_chunk, chunk_of, random_chunk
+
+V, BUDGETS = 6, (1, 2, 5, 9, 40)
+
+
+class Recorded:
+    """The drafter of one prompt of a chunk: what it drafted at each position."""
+
+    def __init__(self, chunk, p):
+        self.start, self.given = int(chunk.position_offsets[p]), int(chunk.prompt_lens[p])
+        self.log_probs, self.token_ids = chunk.log_probs, chunk.draft_token_ids
+
+    def __call__(self, context, depth, topk):
+        at = [self.start + len(tokens) - self.given - 1 for tokens in context.tokens]
+        return self.log_probs[at, :depth, :topk], self.token_ids[at, :depth, :topk]
+
+
+def decoded(chunks, mode, budget):
+    """The rounds of the engine on every prompt of the chunks."""
+    tables, prompt = [], 0
+    for chunk in chunks:
+        _, L, K = chunk.log_probs.shape
+        for p, given in enumerate(chunk.prompt_lens.tolist()):
+            text = chunk.token_ids[chunk.token_offsets[p] : chunk.token_offsets[p + 1]]
+            if len(text) > given:
+                depth = budget if mode == "chain" else L
+                engine = Engine(ScriptedTarget([text], V), Recorded(chunk, p), depth=depth, budget=budget, topk=K)
+                rounds = round_table(engine.generate([text[:given]], len(text) - given, mode=mode))
+                tables.append(replace(rounds, prompt=np.full(len(rounds), prompt)))
+            prompt += 1
+    return concatenate_rounds(tables)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_walk_is_the_engines_round_for_round(seed):
+    chunks = [random_chunk(2 * seed + i, vocab_size=V) for i in range(2)]
+    table = would_a_tree_pay(chunks, BUDGETS, shown_budget=9)
+    keys = [("chain", d) for d in (1, 2, 3, 4)] + [("tree", b) for b in BUDGETS]
+    assert [*zip(table.policy, table.budget.tolist(), strict=True)] == keys
+    runs = {key: decoded(chunks, *key) for key in keys}
+    live = tau_table((policy, budget, rounds) for (policy, budget), rounds in runs.items())
+    for name in ("n_rounds", "n_tokens", "tau", "low", "high"):
+        np.testing.assert_array_equal(getattr(table, name), getattr(live, name))
+    chain = runs["chain", 4]
+    best = max(
+        ("chain", d) for d in (1, 2, 3, 4) if runs["chain", d].tau == max(runs["chain", d].tau for d in (1, 2, 3, 4))
+    )
+    for key, ratio, low, high in zip(keys, table.pays_below, table.pays_low, table.pays_high, strict=True):
+        found = compare(runs[key], runs["chain", min(best[1], 4)])
+        assert [ratio, low, high] == pytest.approx([found.ratio, found.ratio_low, found.ratio_high])
+    # along the chain, rank 1 is what the engine's chain of full depth accepts
+    by_depth = acceptance_table(chain)
+    choices = table.choices
+    of_chain = slice(0, 4)
+    assert choices.path[of_chain] == ("chain",) * 4
+    # a round that had nothing to offer at a depth refused it all the same
+    assert (choices.n[of_chain] >= by_depth.n_offered).all()
+    assert choices.n_rank[of_chain, 0].tolist() == by_depth.n_accepted.tolist()
+
+
+@pytest.mark.parametrize("seed, cut", [(0, 10**6), (1, 3)])
+def test_ranks_and_expectations_are_those_of_a_loop_in_any_batch(seed, cut, monkeypatch):
+    monkeypatch.setattr("ddtree.analysis.pay._TREES", cut)
+    chunk = random_chunk(seed, vocab_size=V)
+    table = would_a_tree_pay(chunk, (4, 12), shown_budget=12)
+    tree, chain = decoded([chunk], "tree", 12), decoded([chunk], "chain", 4)
+    counts = {(path, d): [0] * 10 for path in ("chain", "tree") for d in (1, 2, 3, 4)}
+    for path, rounds in (("chain", chain), ("tree", tree)):
+        for prompt, position, tokens in zip(rounds.prompt, rounds.position, rounds.tokens, strict=True):
+            new = chunk.token_ids[chunk.token_offsets[prompt] : chunk.token_offsets[prompt + 1]][
+                chunk.prompt_lens[prompt] :
+            ]
+            at = chunk.position_offsets[prompt] + position
+            for d in range(1, 5):
+                if d > tokens or position + d >= len(new) - 1:  # the path is over, or the walk was cut
+                    break
+                scores = chunk.log_probs[at, d - 1]
+                k = int(np.argmin(np.append(scores > -np.inf, False)))
+                row = chunk.draft_token_ids[at, d - 1, :k].tolist()
+                choice = int(new[position + d])
+                counts[path, d][0] += 1
+                counts[path, d][1 + row.index(choice) if choice in row else 9] += 1
+    choices = table.choices
+    for i, key in enumerate(counts):
+        n, *of_rank, later = counts[key]
+        assert (choices.path[i], choices.depth[i]) == key
+        assert choices.n[i] == n
+        assert choices.n_rank[i].tolist() == of_rank
+        row = choices.records()[i]
+        assert row["later"] == (pytest.approx(later / n) if n else None)
+        wrong = n - of_rank[0]
+        assert row["rescued"] == (pytest.approx(sum(of_rank[1:]) / wrong) if wrong else None)
+    # the expectation is the rounds' own, but for what the continuation's end cuts off
+    rows = {(r["policy"], r["budget"]): r for r in table.records()}
+    assert rows["tree", 12]["expected"] <= tree.expected.mean() + 1e-9
+    assert rows["chain", 4]["expected"] <= chain.expected.mean() + 1e-9
+
+
+def test_worked_by_hand():
+    # V = 4. Every position drafts two depths, 0.6 and 0.3: candidates (1, 2) at depth 1, (3, 1) at depth 2.
+    draft = np.log([[[0.6, 0.3]] * 2] * 4), np.array([[[1, 2], [3, 1]]] * 4)
+    # new tokens 0 | 2 3 0 1: rank 2 and rank 1, then neither, then rank 1 (the last token allowed)
+    table = would_a_tree_pay(chunk_of([[0, 2, 3, 0, 1]], [draft]), (1, 3), shown_budget=3)
+    rows = {(r["policy"], r["budget"]): r for r in table.records()}
+    # chain of 2: rounds begin at roots 0, 2, 3, 0 (each refuses or is at its end): 4 rounds of 1
+    assert (rows["chain", 2]["tau"], rows["chain", 2]["n_rounds"]) == (1.0, 4)
+    # tree of 3, in order: (1) .6, (1, 1) .36, (2) .3 — which keeps token 2 and has no child: 2 tokens, then 1, then 1
+    assert (rows["tree", 3]["n_rounds"], rows["tree", 3]["n_tokens"]) == (3, 4)
+    # remaining 4 and 2: depths below 2 and more count for the second; at 1 left nothing can be kept
+    assert rows["tree", 3]["expected"] == pytest.approx(((1 + 0.6 + 0.36 + 0.3) + (1 + 0.6 + 0.3) + 1) / 3)
+    assert rows["chain", 2]["expected"] == pytest.approx(((1.96) + (1.96) + 1.6 + 1) / 4)
+    assert rows["tree", 3]["pays_below"] == pytest.approx(4 / 3)
+    assert rows["tree", 3]["pays_low"] is None  # of one prompt there is no interval
+    chain_1, chain_2, tree_1, tree_2 = table.choices.records()
+    # the chain's rounds: choices 2 (rank 2), 3 (later), 0 (later); the fourth is the last token
+    assert (chain_1["n"], chain_1["rank_1"], chain_1["rank_2"]) == (3, 0.0, pytest.approx(1 / 3))
+    assert chain_1["rescued"] == pytest.approx(1 / 3)
+    assert (chain_2["n"], chain_2["rank_1"], chain_2["rescued"]) == (0, None, None)
+    # the tree's: choice 2 (rank 2), then behind it 3 (rank 1); and 0 (later)
+    assert (tree_1["n"], tree_1["rank_2"], tree_1["later"]) == (2, 0.5, 0.5)
+    assert (tree_2["n"], tree_2["rank_1"]) == (1, 1.0)
+    json.dumps([table.records(), table.choices.records()], allow_nan=False)
+
+
+def test_a_calibrated_drafter_gets_what_it_expects():
+    chunk = calibrated_chunk(5, prompts=150, new=60, L=4, K=8, vocab_size=8)
+    table = would_a_tree_pay(chunk, (4, 16, 64), level=0.9999)
+    assert ((table.low <= table.expected) & (table.expected <= table.high)).all()
+    trees = table.tau[table.budget >= 4][-3:]
+    assert (np.diff(trees) > 0).all()
+
+
+def test_it_prints_both_tables():
+    text = str(would_a_tree_pay(calibrated_chunk(5, prompts=3, new=9, L=2, K=3, vocab_size=8), (1, 4)))
+    assert "pays_below" in text.splitlines()[0]
+    assert "rank_1" in text
+    assert "rescued" in text
+
+
+def test_nothing_to_walk_gives_nan():
+    table = would_a_tree_pay(chunk_of([[0]], [(np.zeros((0, 2, 3)), np.zeros((0, 2, 3)))]), (1, 4))
+    assert {math.isnan(t) for t in table.tau} == {True}
+    assert table.n_rounds.tolist() == [0] * 4
+    assert {row["later"] for row in table.choices.records()} == {None}
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda c: would_a_tree_pay(c, ()), ValueError, r"budgets must hold at least one, got none"),
+        (lambda c: would_a_tree_pay(c, (4, 0)), ValueError, r"budgets\[1\] must be in 1 … \d+, got 0"),
+        (lambda c: would_a_tree_pay(c, (4, 2.5)), TypeError, r"budgets\[1\] must be an integer, got float"),
+        (
+            lambda c: would_a_tree_pay(c, (4,), shown_budget=8),
+            ValueError,
+            r"shown_budget must be one of .*\[4\], got 8",
+        ),
+        (lambda c: would_a_tree_pay(c, level=1.5), ValueError, r"level must be over 0"),
+        (lambda c: would_a_tree_pay([]), ValueError, r"trace must have at least one chunk"),
+    ],
+)
+def test_bad_arguments_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call(random_chunk(0, prompts=2))
