@@ -92,6 +92,12 @@ class Engine:
         self.vocab_size = integer("target.vocab_size", target.vocab_size, 1, INT32_MAX)
         if drafter is not None and not callable(drafter):
             raise TypeError(f"drafter must be callable as (context, depth, topk), got {type(drafter).__name__}")
+        # a smaller vocabulary may be the same one, which models pad to a rounder size
+        if getattr(drafter, "vocab_size", 0) > self.vocab_size:
+            raise ValueError(
+                f"drafter {_name(drafter)} has a vocabulary of {drafter.vocab_size} tokens and the target one of "
+                f"{self.vocab_size}: pass a drafter of the target's vocabulary"
+            )
         self.drafter = drafter
         self.depth = integer("depth", depth, 0, INT32_MAX - 1)
         if policy is not None:

@@ -83,7 +83,10 @@ class DDTreeDecoder(Engine):
         cache: str | Callable[[int], Any] = "dynamic",
         **options: Any,
     ) -> None:
-        super().__init__(HuggingFaceTarget(model, cache=cache), drafter, **options)
+        target = HuggingFaceTarget(model, cache=cache)
+        if target.max_positions is not None:
+            options = {"max_context": target.max_positions} | options
+        super().__init__(target, drafter, **options)
 
     def generate(
         self,
@@ -216,6 +219,8 @@ class HuggingFaceTarget:
         The model.
     vocab_size : int
         Width of its logits.
+    max_positions : int or None
+        Positions of a model that has them in a table; None where they are computed.
     """
 
     def __init__(self, model: Any, *, cache: str | Callable[[int], Any] = "dynamic") -> None:
@@ -228,7 +233,7 @@ class HuggingFaceTarget:
         self.kinds = layer_kinds(self.config)
         self.vocab_size = _vocab_size(model, self.config)
         self._new_cache = self._cache_factory(cache)
-        self._last_position = _last_position(model, self.config)
+        self.max_positions = _max_positions(model, self.config)
         self._probe()
 
     @property
@@ -255,7 +260,7 @@ class HuggingFaceTarget:
         depths = np.where(used, host.depths, 0)
         inputs: dict[str, Any] = {
             "input_ids": self._sent(np.where(used, host.token_ids, host.token_ids[:, :1])),
-            "position_ids": self._sent(np.minimum(cache.host_prefix_lens[:, None] + depths, self._last_position)),
+            "position_ids": self._sent(self._positions(cache.host_prefix_lens[:, None] + depths)),
             # a prompt is what the model is made for: its own causal mask is right, and takes no memory
             "attention_mask": None if _is_prompt(host, cache) else cache.cache.masks(host, cache),
             "cache" if "cache" in self._parameters else "past_key_values": cache.cache.cache,
@@ -275,6 +280,10 @@ class HuggingFaceTarget:
             kept = place if "logits_to_keep" in self._parameters else last
             logits = logits[torch.arange(len(last), device=logits.device), self._sent(kept)][:, None]
         return TargetOutput(import_array(logits.contiguous()), hidden_states(output))
+
+    def _positions(self, positions: NDArray[Any]) -> NDArray[Any]:
+        """Nodes that stand beyond a table of positions could not be committed: any position of it will do."""
+        return positions if self.max_positions is None else np.minimum(positions, self.max_positions - 1)
 
     def _sent(self, array: NDArray[Any]) -> Any:
         import torch
@@ -338,8 +347,8 @@ class HuggingFaceTarget:
             return  # too few tokens to tell a tree's paths apart by
         name = type(self.model).__name__
         first, root, other, child = (np.arange(4) * (self.vocab_size // 4)).tolist()
+        cache = self.open_cache([8])
         try:
-            cache = self.open_cache([8])
             self.forward(chain_tree([[first]]), cache.view([0], np.zeros(1, np.int32), 1), last_only=True)
             tree = tree_from_parents([[root, other, child]], [[-1, 0, 0]])
             logits = self.forward(tree, cache.view([0], np.ones(1, np.int32), 3)).logits
@@ -426,17 +435,14 @@ def _vocab_size(model: Any, config: Any) -> int:
     return int(config.vocab_size if weight is None or weight.ndim != 2 else weight.shape[0])
 
 
-def _last_position(model: Any, config: Any) -> int:
-    """The last position that a model with a table of positions has one for; no limit where they are computed.
-
-    Nodes that could not be committed may stand beyond it.
-    """
+def _max_positions(model: Any, config: Any) -> int | None:
+    """Size of a model's table of positions; None where it has none."""
     import torch
 
     limit = int(getattr(config, "max_position_embeddings", 0) or 0)
     tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not model.get_input_embeddings()]
-    learned = any(limit <= table.num_embeddings <= limit + 2 for table in tables)
-    return limit - 1 if limit and learned else np.iinfo(np.int32).max
+    learned = any(limit <= table.num_embeddings <= limit + 2 for table in tables)  # OPT's has two rows more
+    return limit if limit and learned else None
 
 
 def _check_rope(config: Any, rows: int) -> None:

@@ -43,7 +43,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     Raises
     ------
     ValueError
-        A layer of another kind: one whose state cannot be cut back to a path, or that groups tokens by place.
+        A layer of another kind than full or sliding-window attention.
     """
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
@@ -53,10 +53,14 @@ def layer_kinds(config: Any) -> list[LayerKind]:
         names = [name] * config.num_hidden_layers
     for i, name in enumerate(names):
         if name not in ("full_attention", "sliding_attention"):
+            why = (
+                "sees tokens by their place in the cache"
+                if "chunk" in name
+                else "keeps a state of all that it has seen"
+            )
             raise ValueError(
-                f"model has a layer of {name!r} (config.layer_types[{i}]), whose state holds every token of a pass and "
-                "cannot be cut back to the accepted path: use a model whose layers are all full_attention or "
-                "sliding_attention"
+                f"model has a layer of {name!r} (config.layer_types[{i}]), which {why} and cannot be cut back to the "
+                "accepted path of a tree: use a model whose layers are all full_attention or sliding_attention"
             )
     return [LayerKind(name, window if name == "sliding_attention" else None) for name in names]
 
