@@ -93,9 +93,10 @@ class Engine:
         if drafter is not None and not callable(drafter):
             raise TypeError(f"drafter must be callable as (context, depth, topk), got {type(drafter).__name__}")
         # a smaller vocabulary may be the same one, which models pad to a rounder size
-        if getattr(drafter, "vocab_size", 0) > self.vocab_size:
+        drafted = getattr(drafter, "vocab_size", 0)
+        if drafted > self.vocab_size:
             raise ValueError(
-                f"drafter {_name(drafter)} has a vocabulary of {drafter.vocab_size} tokens and the target one of "
+                f"drafter {_name(drafter)} has a vocabulary of {drafted} tokens and the target one of "
                 f"{self.vocab_size}: pass a drafter of the target's vocabulary"
             )
         self.drafter = drafter

@@ -1,6 +1,7 @@
 """Small random models of transformers' own classes, in float64: for :mod:`.test_huggingface`."""
 
 import functools
+from typing import Any
 
 import torch
 import transformers
@@ -12,7 +13,7 @@ torch.set_num_threads(1)  # such small products take longer on several threads, 
 WINDOW = 5
 """Positions that a sliding-window layer sees: less than any sequence here has."""
 
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -44,9 +45,9 @@ _DEEPSEEK = {
     "v_head_dim": 4,
     "num_key_value_heads": 4,
 }
-_GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64}
+_GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "max_position_embeddings": 64}
 
-MODELS = {
+MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     # class of the model, of its configuration, what it adds, and how it attends
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}, "sdpa"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {}, "eager"),
