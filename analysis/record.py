@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from ddtree.protocols import DraftContext, Drafter, Target
 from ddtree.tokens import token_row
 from ddtree.trees import DraftTree, chain_tree
 
-__all__ = ["record"]
+__all__ = ["read_prompts", "record", "vocabulary_digest"]
 
 
 def record(
@@ -134,6 +136,85 @@ def record(
         if on_prompts is not None:
             on_prompts(len(rows))
     return open_trace(path)
+
+
+def read_prompts(
+    paths: Iterable[str | os.PathLike[str]], encode: Callable[[str], ArrayLike]
+) -> tuple[list[NDArray[np.int32]], list[str]]:
+    """Read prompts from files: of ``.jsonl`` files each line is a prompt, any other file is one, as UTF-8 text.
+
+    A line is a string, a list of token ids, or an object with ``prompt`` (a string) or ``token_ids`` (a list), and
+    ``name`` if it has one. Empty lines are passed over.
+
+    Parameters
+    ----------
+    paths : iterable of path
+        The files.
+    encode : callable
+        Makes token ids of a text, such as ``vocabulary.encode``.
+
+    Returns
+    -------
+    tokens : list of array, int32, shape (n,)
+        Token ids of each prompt.
+    names : list of str
+        What each was called; without a name, its file, and the line of a ``.jsonl`` file.
+
+    Raises
+    ------
+    ValueError
+        A file or line that is no prompt, by file, line and field.
+    """
+    tokens, names = [], []
+    for path in map(Path, paths):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: must be UTF-8 text, got {error}") from error
+        lines = [(path.name, text)]
+        if path.suffix == ".jsonl":
+            numbered = enumerate(text.splitlines(), 1)
+            lines = [(f"{path.name}:{n}", line) for n, line in numbered if line.strip()]
+        for place, line in lines:
+            prompt, name = _parsed(path.parent / place, line) if path.suffix == ".jsonl" else (line, "")
+            tokens.append(_tokens_of(path.parent / place, prompt, encode))
+            names.append(name or place)
+    return tokens, names
+
+
+def vocabulary_digest(token_bytes: Sequence[bytes]) -> str:
+    """SHA-256 of a vocabulary, the bytes of each token by id: what a manifest knows it by."""
+    digest = hashlib.sha256()
+    for token in token_bytes:
+        digest.update(len(token).to_bytes(4, "little") + token)
+    return digest.hexdigest()
+
+
+def _parsed(place: Path, line: str) -> tuple[Any, str]:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: must be JSON, got {error}") from error
+    if not isinstance(found, dict):
+        return found, ""
+    given = [key for key in ("prompt", "token_ids") if key in found]
+    if len(given) != 1:
+        raise ValueError(f"{place}: must have prompt or token_ids, one of them, got {sorted(found)}")
+    if not isinstance(found.get("name", ""), str):
+        raise ValueError(f"{place}: name must be a string, got {found['name']!r}")
+    return found[given[0]], found.get("name", "")
+
+
+def _tokens_of(place: Path, prompt: Any, encode: Callable[[str], ArrayLike]) -> NDArray[np.int32]:
+    if not isinstance(prompt, str | list):
+        raise ValueError(f"{place}: prompt must be a string or a list of token ids, got {type(prompt).__name__}")
+    try:
+        tokens = token_row("token_ids", encode(prompt) if isinstance(prompt, str) else prompt)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}: {error}") from error
+    if not tokens.size:
+        raise ValueError(f"{place}: prompt must have one token or more, got none")
+    return tokens
 
 
 class _Keep:

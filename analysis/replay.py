@@ -25,7 +25,7 @@ from ddtree.ops import accept_tree
 from ddtree.policies import BestFirst, Limited, StaticTree, check_policy_tree, likeliest_rank_paths, static_tree
 from ddtree.protocols import Policy
 
-__all__ = ["fit_static_tree", "rank_rates", "replay", "replay_all"]
+__all__ = ["fit_static_tree", "passes_of", "rank_rates", "replay", "replay_all"]
 
 POSITIONS_A_SLICE = 1 << 15
 """Drafts that are looked at together: some MB of rows, and batches of hundreds of prompts."""
@@ -88,7 +88,7 @@ def replay_all(
         limit = integer("max_new_tokens", max_new_tokens, 1, limit, "what was recorded")
     stops = np.array([integer(f"stop_token_ids[{i}]", t, 0, INT32_MAX) for i, t in enumerate(stop_token_ids)], np.int32)
     policies = list(policies)
-    passes = _passes(policies, trace.manifest.depth, trace.manifest.topk)
+    passes = passes_of(policies, trace.manifest.depth, trace.manifest.topk)
     for chunk in trace.chunks():
         for part in _slices(chunk, limit, stops):
             tables: list[RoundTable | None] = [None] * len(policies)
@@ -303,8 +303,8 @@ class _PolicyPass:
         return [replace(table, prompt=part.first_prompt + table.prompt)]
 
 
-def _passes(policies: Sequence[Policy], depth: int, topk: int) -> list[_BestFirstPass | _PolicyPass]:
-    """Group the policies that one compiled pass can serve."""
+def passes_of(policies: Sequence[Policy], depth: int, topk: int) -> list[_BestFirstPass | _PolicyPass]:
+    """Group the policies that one pass can serve: the places among ``policies`` are each pass's ``members``."""
     groups: dict[Any, list[tuple[int, BestFirst]]] = {}
     passes: list[_BestFirstPass | _PolicyPass] = []
     for j, policy in enumerate(policies):

@@ -104,10 +104,13 @@ from ddtree.kdtr import KdtrFile, atomic_write, write_kdtr
 from ddtree.reference.build_tree import drafted_widths
 from ddtree.tokens import token_row
 
-__all__ = ["Manifest", "Trace", "TraceChunk", "TraceWriter", "open_trace"]
+__all__ = ["Manifest", "Trace", "TraceChunk", "TraceWriter", "open_trace", "shipped_trace"]
 
 FORMAT = "ddtree trace 1"
 MANIFEST = "manifest.json"
+SHIPPED = "trace"
+"""Folder of the shipped trace, in the pair's."""
+
 SHORT_IDS = 1 << 16
 """Vocabularies up to this size have their ids in 16 bits."""
 
@@ -251,6 +254,10 @@ class Trace:
         """The number of chunks."""
         return len(self._chunks)
 
+    def __iter__(self) -> Iterator[TraceChunk]:
+        """The chunks, as often as one likes: see :meth:`chunks`."""
+        return self.chunks()
+
     def chunks(self) -> Iterator[TraceChunk]:
         """Read the chunks in order; no more than one is held.
 
@@ -273,6 +280,19 @@ class Trace:
     def in_memory(self) -> Trace:
         """The same trace, read once and held."""
         return Trace(self.manifest, list(self.chunks()), self.name)
+
+    def digest(self) -> str:
+        """A digest of all that the chunks hold; of files, by the checksums in their indices alone."""
+        digest = hashlib.sha256(self.manifest.identity.encode())
+        for chunk in self._chunks:
+            if isinstance(chunk, Path):
+                with KdtrFile(chunk) as file:
+                    digest.update(repr([(e.name, e.crc32, e.shape) for e in file.entries.values()]).encode())
+            else:
+                for f in fields(chunk):
+                    value = getattr(chunk, f.name)
+                    digest.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+        return digest.hexdigest()
 
     def summary(self) -> dict[str, int]:
         """Count prompts, new tokens and positions: reads it all."""
@@ -317,6 +337,16 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
     if not chunks:
         raise ValueError(f"{folder}: must have a chunk or more, got an empty trace")
     return Trace(manifest, chunks, folder.name or str(folder))
+
+
+def shipped_trace() -> Trace:
+    """Open the trace that comes with ddtree: the installed pair's drafts on prompts that neither model was trained on.
+
+    Greedy, 64 new tokens, L = 7, K = 16; recorded by ``ddtree record --held-out``.
+    """
+    from ddtree.pair import pair_folder
+
+    return open_trace(pair_folder() / SHIPPED)
 
 
 class TraceWriter:
@@ -392,14 +422,12 @@ class TraceWriter:
         self._held: list[tuple[str, NDArray[np.int32], int, NDArray[np.float32], NDArray[Any]]] = []
 
     def _begin(self) -> int:
-        """Write the manifest, or see that the one there is the same; return the number of chunks there."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """See that what is there can be gone on with; return its chunks. Nothing is written before a chunk is."""
         path = self.folder / MANIFEST
         chunks = sorted(self.folder.glob("chunk-*.kdtr"))
         if not path.exists():
             if chunks:
                 raise ValueError(f"{self.folder}: must be empty or a trace, got chunks without {MANIFEST}")
-            self._write_manifest()
             return 0
         there = _read_manifest(path)
         if there.complete:
@@ -513,11 +541,14 @@ class TraceWriter:
             "first_prompt": str(self.num_prompts - len(names)),
             "names": json.dumps(names, ensure_ascii=False),
         }
+        if self.num_chunks == 0:
+            self._write_manifest()
         write_kdtr(_chunk_path(self.folder, self.num_chunks), arrays, about)
         self.num_chunks += 1
         self._held = []
 
     def _write_manifest(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.folder / MANIFEST) as file:
             file.write(json.dumps({"format": FORMAT} | asdict(self.manifest), indent=1, ensure_ascii=False).encode())
             file.write(b"\n")

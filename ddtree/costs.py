@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddtree.checks import integer, real
+from ddtree.arrays import array_namespace, to_numpy
+from ddtree.checks import INT32_MAX, integer, real
 from ddtree.kdtr import atomic_write
+from ddtree.protocols import KVCache, Target
+from ddtree.trees import tree_from_parents
 
-__all__ = ["CostModel", "fit_cost_model"]
+__all__ = ["CostModel", "fit_cost_model", "measure_passes"]
 
 FORMAT = "ddtree cost model 1"
 
@@ -220,6 +225,51 @@ def fit_cost_model(
         weights = _nonnegative_least_squares(np.column_stack([np.ones(at.sum()), ramps / scale]), s[at])
         row[:] = weights[0] + (np.maximum(knots[:, None] - knots[:-1], 0) / scale) @ weights[1:]
     return CostModel(knots, where, fitted, draft_seconds)
+
+
+def measure_passes(
+    target: Target, nodes: Sequence[int], contexts: Sequence[int], *, repeats: int = 7, page_size: int = 16
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Time a target's passes over trees of one request, for :func:`fit_cost_model`.
+
+    Parameters
+    ----------
+    target : Target
+        The model.
+    nodes : sequence of int
+        Node counts besides the root, 0 among them.
+    contexts : sequence of int
+        Committed rows, whose content is zeros.
+    repeats : int
+        Timed passes of each; one more goes before them untimed.
+    page_size : int
+        Rows of a cache page.
+
+    Returns
+    -------
+    nodes, contexts, verify_seconds : array, int64, int64 and float64, shape (m,)
+        One entry a timed pass, by wall clock, until its logits are there.
+    """
+    counts = [integer(f"nodes[{i}]", n, 0, INT32_MAX - 1) for i, n in enumerate(nodes)]
+    lens = [integer(f"contexts[{i}]", c, 0, INT32_MAX) for i, c in enumerate(contexts)]
+    integer("repeats", repeats, 1, INT32_MAX)
+    found: list[tuple[int, int, float]] = []
+    for n, context in ((n, c) for c in lens for n in counts):
+        pages = -(-(context + 1 + n) // page_size)
+        data = target.new_cache(pages, page_size)
+        data[...] = 0
+        xp = array_namespace(data)
+        # the shape of a best-first tree: every second node goes on, the others are siblings
+        tree = tree_from_parents(np.zeros((1, 1 + n), np.int32), [[-1, *(i // 2 for i in range(n))]])
+        native = replace(tree, **{k: xp.asarray(v) for k, v in vars(tree).items() if isinstance(v, np.ndarray)})
+        cache = KVCache(data, xp.arange(pages, dtype=np.int32)[None], xp.asarray(np.array([context], np.int32)))
+        for repeat in range(1 + repeats):
+            start = time.perf_counter()
+            to_numpy(target.forward(native, cache).logits[:, :1, :1])  # waits for a GPU
+            if repeat:
+                found.append((n, context, time.perf_counter() - start))
+    at, rows, seconds = (np.array(column) for column in zip(*found, strict=True))
+    return at.astype(np.int64), rows.astype(np.int64), seconds.astype(np.float64)
 
 
 def _nonnegative_least_squares(A: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:

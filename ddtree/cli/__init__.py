@@ -14,7 +14,9 @@ from ddtree.cli.check import check
 from ddtree.cli.demo import demo
 from ddtree.cli.info import info
 from ddtree.cli.kdtr import kdtr
+from ddtree.cli.record import record
 from ddtree.cli.replay import replay
+from ddtree.cli.sweep import sweep
 from ddtree.kdtr import KdtrError
 
 __all__ = ["main"]
@@ -44,5 +46,5 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # τ on a terminal that has none is no reason to stop
 
 
-for command in (bench, check, demo, info, kdtr, replay):
+for command in (bench, check, demo, info, kdtr, record, replay, sweep):
     main.add_command(command)

@@ -1,8 +1,9 @@
 """Each policy beside a plain one, and what is said of wrong ones."""
 
 import math
+import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import event, given
 
 from ddtree import build_tree, reference
-from ddtree.costs import CostModel, fit_cost_model
+from ddtree.costs import CostModel, fit_cost_model, measure_passes
 from ddtree.engine import Engine, ScriptedTarget
 from ddtree.policies import (
     all_children,
@@ -27,6 +28,7 @@ from ddtree.policies import (
 )
 from ddtree.property_tests.compare import assert_same_tree
 from ddtree.property_tests.strategies import drafts
+from ddtree.property_tests.targets import AttentionTarget
 from ddtree.reference.build_tree import drafted_widths
 from ddtree.reference.portable_math import portable_exp
 
@@ -342,6 +344,23 @@ def test_fit_of_what_is_convex_is_that():
     model = fit_cost_model(nodes, np.zeros_like(nodes), curve, draft_seconds=0.5)
     np.testing.assert_allclose(model.verify_seconds[0], curve)
     assert model.seconds(12, 0) == pytest.approx(2.75)
+
+
+def test_passes_are_measured_at_every_size_and_context():
+    class Slow(AttentionTarget):
+        seen: ClassVar[list[tuple[int, int]]] = []
+
+        def forward(self, tree, cache, **options):
+            self.seen.append((int(tree.node_counts[0]) - 1, int(cache.prefix_lens[0])))
+            time.sleep(0.001 * (1 + self.seen[-1][0]))
+            return super().forward(tree, cache, **options)
+
+    nodes, contexts, seconds = measure_passes(Slow(), [0, 3, 8], [0, 40], repeats=2)
+    assert sorted(zip(nodes, contexts, strict=True)) == sorted([(n, c) for n in (0, 3, 8) for c in (0, 40)] * 2)
+    assert len(Slow.seen) == 18  # one more of each
+    assert (seconds >= 0.001 * (1 + nodes)).all()
+    model = fit_cost_model(nodes, contexts, seconds)
+    assert model.seconds(8, 20) > model.seconds(0, 20) > 0.001
 
 
 def test_cost_model_file_is_what_was_saved_and_damage_is_named(tmp_path):
