@@ -59,8 +59,8 @@ class Engine:
     page_size : int
         S, rows of a cache page.
     max_context : int, optional
-        The most tokens, prompt and new ones, that a request may have; no limit if left out. Nodes that are drafted
-        beyond it have positions up to L higher, and are never committed.
+        The most tokens, prompt and new ones, that a request may have; if left out the target's ``max_context``, if it
+        has one. Nodes that are drafted beyond it have positions up to L higher, and are never committed.
 
     Examples
     --------
@@ -118,6 +118,7 @@ class Engine:
             get_backend(backend)  # a wrong name is met here, not in the middle of a round
         self.backend = backend
         self.page_size = integer("page_size", page_size, 1, INT32_MAX)
+        max_context = getattr(target, "max_context", None) if max_context is None else max_context
         self.max_context = None if max_context is None else integer("max_context", max_context, 1, INT32_MAX)
 
     def generate(

@@ -83,10 +83,7 @@ class DDTreeDecoder(Engine):
         cache: str | Callable[[int], Any] = "dynamic",
         **options: Any,
     ) -> None:
-        target = HuggingFaceTarget(model, cache=cache)
-        if target.max_positions is not None:
-            options = {"max_context": target.max_positions} | options
-        super().__init__(target, drafter, **options)
+        super().__init__(HuggingFaceTarget(model, cache=cache), drafter, **options)
 
     def generate(
         self,
@@ -129,7 +126,8 @@ class DDTreeDecoder(Engine):
         NonFiniteLogitsError
             The model's logits after a committed token were unusable: request and position are named.
         """
-        rows, stops = self._rows(prompts, attention_mask), self._stops(stop_token_ids)
+        rows = self.prompt_rows(prompts, attention_mask)
+        stops = self.stop_token_ids if stop_token_ids is None else stop_token_ids
         if streamer is None:
             return super().generate(rows, max_new_tokens, stops, **options)
         with _streaming(streamer, rows) as put:
@@ -155,18 +153,19 @@ class DDTreeDecoder(Engine):
 
         The arguments are those of :meth:`generate` but for ``streamer``, ``on_round`` and ``on_emission``.
         """
+        rows = self.prompt_rows(prompts, attention_mask)
         return super().stream(
-            self._rows(prompts, attention_mask), max_new_tokens, self._stops(stop_token_ids), **options
+            rows, max_new_tokens, self.stop_token_ids if stop_token_ids is None else stop_token_ids, **options
         )
 
-    def _stops(self, stop_token_ids: Iterable[int] | None) -> Iterable[int]:
-        if stop_token_ids is not None:
-            return stop_token_ids
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """The tokens that end a request where none are given: those of the model's generation config."""
         configured = getattr(getattr(self.target.model, "generation_config", None), "eos_token_id", None)
-        return () if configured is None else [configured] if isinstance(configured, int) else configured
+        return [] if configured is None else [configured] if isinstance(configured, int) else list(configured)
 
-    def _rows(self, prompts: Any, attention_mask: Any) -> list[Any]:
-        """Each prompt's tokens, without padding, on the host."""
+    def prompt_rows(self, prompts: Any, attention_mask: Any = None) -> list[Any]:
+        """Return each prompt's tokens, without padding, on the host; the arguments are those of :meth:`generate`."""
         if isinstance(prompts, Mapping):
             if "input_ids" not in prompts:
                 raise ValueError(f"prompts must have input_ids, got a mapping with {', '.join(map(repr, prompts))}")
@@ -219,8 +218,8 @@ class HuggingFaceTarget:
         The model.
     vocab_size : int
         Width of its logits.
-    max_positions : int or None
-        Positions of a model that has them in a table; None where they are computed.
+    max_context : int or None
+        The most tokens that a model with a table of positions can have; None where they are computed.
     """
 
     def __init__(self, model: Any, *, cache: str | Callable[[int], Any] = "dynamic") -> None:
@@ -233,7 +232,7 @@ class HuggingFaceTarget:
         self.kinds = layer_kinds(self.config)
         self.vocab_size = _vocab_size(model, self.config)
         self._new_cache = self._cache_factory(cache)
-        self.max_positions = _max_positions(model, self.config)
+        self.max_context = _table_of_positions(model, self.config)
         self._probe()
 
     @property
@@ -283,7 +282,7 @@ class HuggingFaceTarget:
 
     def _positions(self, positions: NDArray[Any]) -> NDArray[Any]:
         """Nodes that stand beyond a table of positions could not be committed: any position of it will do."""
-        return positions if self.max_positions is None else np.minimum(positions, self.max_positions - 1)
+        return positions if self.max_context is None else np.minimum(positions, self.max_context - 1)
 
     def _sent(self, array: NDArray[Any]) -> Any:
         import torch
@@ -435,7 +434,7 @@ def _vocab_size(model: Any, config: Any) -> int:
     return int(config.vocab_size if weight is None or weight.ndim != 2 else weight.shape[0])
 
 
-def _max_positions(model: Any, config: Any) -> int | None:
+def _table_of_positions(model: Any, config: Any) -> int | None:
     """Size of a model's table of positions; None where it has none."""
     import torch
 

@@ -1,6 +1,7 @@
 """DDTreeDecoder on small models of transformers' own classes: its tokens are theirs, and what cannot be is refused."""
 
 import functools
+from dataclasses import fields
 from types import MethodType, SimpleNamespace
 
 import hypothesis.strategies as st
@@ -9,8 +10,12 @@ import pytest
 from hypothesis import given, settings
 
 from ddtree import Acceptance, DDTreeDecoder, NgramDrafter, OracleDrafter, reference
+from ddtree.analysis.record import record_trace
+from ddtree.analysis.replay import replay
+from ddtree.analysis.rounds import round_table
 from ddtree.drafters import NoiseLaw
 from ddtree.engine import Emission
+from ddtree.policies import fixed_budget
 from ddtree.property_tests.compare import assert_close, assert_same
 from ddtree.property_tests.strategies import parent_arrays
 from ddtree.property_tests.targets import DRAFTERS, VOCABULARY, RandomDrafter, repeating_drafter
@@ -49,8 +54,11 @@ def tokens_a_round(generation):
 # The tokens
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("name, cache", [(name, "dynamic") for name in MODELS] + [(name, "static") for name in STATIC])
+RUNS = [(name, "dynamic", kind) for name in MODELS for kind in DRAFTERS]
+RUNS += [(name, "static", kind) for name in STATIC for kind in ("random", "oracle with noise")]
+
+
+@pytest.mark.parametrize("name, cache, kind", RUNS)
 def test_tokens_are_those_of_generate(name, cache, kind):
     decoder = DDTreeDecoder(model_of(name), DRAFTERS[kind](expected(name), 3), depth=4, budget=9, cache=cache)
     generation = decoder.generate(PROMPTS, NEW)
@@ -662,3 +670,27 @@ def test_logits_that_are_not_finite_name_request_and_position():
     model.lm_head.weight.data[0] = torch.nan
     with pytest.raises(RuntimeError, match=r"request 0: the target's logits after position 10 hold NaN"):
         decoder.generate(PROMPTS, NEW)
+
+
+def test_a_recorded_trace_is_resumed_and_replayed_it_gives_a_live_runs_rounds(tmp_path):
+    model, drafter = model_of("gemma3"), NgramDrafter()
+    tensors = [torch.tensor(prompt) for prompt in PROMPTS]
+    options = {"depth": 3, "topk": 4, "max_new_tokens": NEW, "prompts_a_chunk": 1}
+
+    def stop(done):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        record_trace(model, drafter, tensors, tmp_path / "trace", on_prompts=stop, **options)
+    done: list[int] = []
+    trace = record_trace(model, drafter, tensors, tmp_path / "trace", on_prompts=done.append, **options)
+    assert done == [2, 3]
+    assert trace.manifest.target == "Gemma3ForCausalLM"
+    texts = [chunk.prompt_tokens(0).tolist() for chunk in trace.chunks()]
+    assert texts == [[*p, *t.tolist()] for p, t in zip(PROMPTS, expected("gemma3"), strict=True)]
+    live = DDTreeDecoder(model, drafter, depth=3, topk=4, policy=fixed_budget(9)).generate(PROMPTS, NEW)
+    rounds, replayed = round_table(live, list(map(len, PROMPTS))), replay(trace, fixed_budget(9))
+    order = np.lexsort((rounds.position, rounds.prompt))
+    for field in fields(rounds):
+        assert_same(getattr(replayed, field.name), getattr(rounds, field.name)[order], field.name)
