@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import ddtree
+
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = """
 import importlib.util, numpy as np, ddtree
@@ -148,6 +150,12 @@ def test_importing_ddtree_loads_numpy_and_nothing_heavier() -> None:
     heavy = ("numba", "cupy", "matplotlib", "torch", "transformers", "rich", "click", "safetensors", "hypothesis")
     code = f"import sys, ddtree; print([name for name in {heavy} if name in sys.modules])"
     assert run(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
+
+
+def test_a_decoder_without_torch_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match=r"DDTreeDecoder needs torch and transformers .*: pip install torch transf"):
+        ddtree.DDTreeDecoder(object())
 
 
 def test_top_level_is_what_the_design_says() -> None:
