@@ -1,0 +1,132 @@
+"""Text and token ids: a vocabulary is the bytes of every token, so that decoding needs no library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ddtree.kdtr import read_kdtr, write_kdtr
+from ddtree.tokens import token_row
+
+__all__ = ["Vocabulary"]
+
+_BYTES, _OFFSETS, _TOKENIZER = "token_bytes", "token_offsets", "tokenizer_json"
+
+
+class Vocabulary:
+    """The bytes of each token, and how text is cut into tokens.
+
+    Parameters
+    ----------
+    token_bytes : sequence of bytes
+        Of each token, by id.
+    tokenizer_json : bytes, optional
+        The file of a tokenizer of the ``tokenizers`` library with the same ids, which :meth:`encode` runs.
+
+    Examples
+    --------
+    >>> vocabulary = Vocabulary([b"<|endoftext|>", b"de", b"f ", b"\\xc3", b"\\xa9"])
+    >>> vocabulary.decode([1, 2, 3, 4]), vocabulary.decode([1, 3])
+    ('def é', 'de�')
+    >>> vocabulary.decode_bytes([3, 4])
+    b'\\xc3\\xa9'
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes], tokenizer_json: bytes | None = None) -> None:
+        self.token_bytes = list(token_bytes)
+        self.tokenizer_json = tokenizer_json
+        for i, token in enumerate(self.token_bytes):
+            if not isinstance(token, bytes):
+                raise TypeError(f"token_bytes[{i}] must be bytes, got {type(token).__name__}")
+
+    def __len__(self) -> int:
+        return len(self.token_bytes)
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({len(self)} tokens)"
+
+    def decode_bytes(self, ids: ArrayLike) -> bytes:
+        """Return the bytes of a sequence of tokens, one after another.
+
+        Parameters
+        ----------
+        ids : array or sequence, int, shape (n,)
+            Token ids, 0 … V − 1.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An id outside the vocabulary, or no ids.
+        """
+        return b"".join(self.token_bytes[i] for i in token_row("ids", ids, len(self)).tolist())
+
+    def decode(self, ids: ArrayLike) -> str:
+        """Return the text of a sequence of tokens; what is not UTF-8, as half a character is not, becomes U+FFFD."""
+        return self.decode_bytes(ids).decode(errors="replace")
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Return the token ids of ``text``: int32, shape (n,).
+
+        Raises
+        ------
+        ImportError
+            The ``tokenizers`` library is not installed.
+        ValueError
+            The vocabulary came without a tokenizer.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"text must be a str, got {type(text).__name__}")
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        if self.tokenizer_json is None:
+            raise ValueError("this vocabulary has no tokenizer, and can only decode: pass token ids in place of text")
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ImportError(
+                f"encoding text needs the tokenizers library ({error}): pip install 'ddtree[text]'"
+            ) from error
+        return Tokenizer.from_buffer(self.tokenizer_json)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the vocabulary to a KDTR file, which is replaced if it exists."""
+        offsets = np.cumsum([0, *map(len, self.token_bytes)], dtype=np.int64)
+        arrays = {_BYTES: np.frombuffer(b"".join(self.token_bytes), np.uint8), _OFFSETS: offsets}
+        if self.tokenizer_json is not None:
+            arrays[_TOKENIZER] = np.frombuffer(self.tokenizer_json, np.uint8)
+        write_kdtr(path, arrays)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
+        """Read a vocabulary that :meth:`save` wrote.
+
+        Raises
+        ------
+        ValueError
+            The file holds no vocabulary, or is damaged (:class:`ddtree.kdtr.KdtrError`).
+        """
+        path = Path(path)
+        arrays, _ = read_kdtr(path)
+        for name, dtype in ((_BYTES, "uint8"), (_OFFSETS, "int64")):
+            if name not in arrays or arrays[name].ndim != 1 or arrays[name].dtype != dtype:
+                got = f"{arrays[name].dtype} {arrays[name].shape}" if name in arrays else "none"
+                raise ValueError(f"{path} is no vocabulary: {name} must be {dtype} of shape (n,), got {got}")
+        data, offsets = arrays[_BYTES].tobytes(), arrays[_OFFSETS]
+        if not offsets.size or offsets[0] != 0 or offsets[-1] != len(data) or (np.diff(offsets) < 0).any():
+            raise ValueError(
+                f"{path}: {_OFFSETS} must rise from 0 to the {len(data)} bytes of {_BYTES}, got {offsets[:4].tolist()}…"
+            )
+        ends = offsets.tolist()
+        tokenizer = arrays.get(_TOKENIZER)
+        return cls(
+            [data[start:end] for start, end in zip(ends, ends[1:], strict=False)],
+            None if tokenizer is None else tokenizer.tobytes(),
+        )
