@@ -63,6 +63,7 @@ unconditional where printed: accepted at position i / all rounds.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ LOOK_BACK = 1 << 12  # bytes kept of the block before, where a line's neighbour 
 HEAD = 1 << 23  # bytes at the start in which an engine prints its configuration
 MOST_WINDOWS = 1 << 14  # rows kept; beyond twice that, neighbours are added up
 MOST_POSITIONS = 64
+HIGHEST_TAU = 100_001  # hundredths above 1 that are told apart
 MOST_ALERTS = 100
 MOST_SERIES = 10_000  # of one scrape
 LONGEST_PREFIX = 1 << 11  # bytes in front of a message in which a time stamp is looked for
@@ -181,7 +183,8 @@ class SourceTable:
     rounds, estimated, accepted, drafted, acceptance, tau : array, float64, shape (S,)
         As there, over all windows; τ weights each by its rounds.
     low, middle, high : array, float64, shape (S,)
-        10th, 50th and 90th percentile of the rows' τ, each weighing as many as its rounds; NaN without τ.
+        10th, 50th and 90th percentile of the windows' τ to a hundredth, each weighing as many as its rounds; NaN
+        without τ. 1,001 stands for all from there on.
     seconds : array, float64, shape (S,)
         From the first stamped window to the last; NaN without stamps.
     """
@@ -445,13 +448,19 @@ _V0 = re.compile(
     rb"(\d{1,15}), Number of draft tokens: (\d{1,15}), Number of emitted tokens: (\d{1,15})\."
 )
 _SGLANG = re.compile(rb"accept len: (\d{1,9}\.\d\d)(?=[,\s]|$)(?:, accept rate: (\d{1,9}\.\d\d)(?=[,\s]|$))?")
-_SGLANG_RUNNING = re.compile(rb"#running-req: (\d{1,9})\b")
+_SGLANG_RUNNING = re.compile(rb"Decode batch[^#\n]{1,40}#running-req: (\d{1,9})\b")
 _LLAMA = re.compile(
     rb"draft acceptance(?: rate)? = (?:\d\.\d{5}|-?nan) \(\s*(\d{1,15}) accepted /\s*(\d{1,15}) generated\)"
     rb"(?:, mean (?:acceptance length|len) =\s*(\d{1,9}\.\d\d)"
     rb"(?:, acceptance rate per position = \((" + _RATES + rb")?\))?)?"
 )
 _LLAMA_RATES = re.compile(rb"acc per pos = \((" + _RATES + rb")\)")
+_COUNTERS = (
+    b"vllm:spec_decode_num_",
+    b"vllm:num_requests_running",
+    b"llamacpp:spec_decode_num_",
+    b"llamacpp:requests_processing",
+)
 _SAMPLE = re.compile(
     rb"(vllm|llamacpp):(spec_decode_num_(?:drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)"
     rb"|num_requests_running|requests_processing)(?:_total)?(?:\{([^\n}]*)\})? (\d[\d.]*(?:[eE][+-]?\d{1,3})?)"
@@ -463,6 +472,7 @@ _STAMP = re.compile(
     rb"|(?<![\d:])(?P<h2>\d\d):(?P<m2>\d\d):(?P<s2>\d\d(?:[.,]\d{1,9})?)(?![\d:])"
     rb"|^(?P<minutes>\d{1,7})\.(?P<s3>\d\d)\.(?P<ms>\d{3})\.(?P<us>\d{3})(?!\d)"  # llama.cpp's, since it began
 )
+_EPOCH = datetime(1970, 1, 1)
 _ALWAYS, _YEARLY, _DAILY = np.inf, 366 * 86400.0, 86400.0  # after how many seconds a stamp comes again
 
 
@@ -488,7 +498,7 @@ class _Clock:
         if match["minutes"]:
             return 60.0 * int(match["minutes"]) + int(match["s3"]) + int(match["ms"]) / 1e3 + int(match["us"]) / 1e6
         if match["h2"]:
-            date, clock, period = 0.0, (match["h2"], match["m2"], match["s2"]), _DAILY
+            at, period = _of_day(match["h2"], match["m2"], match["s2"]), _DAILY
         else:
             # without a year any will do that has a 29 February
             year, period = (int(match["year"]), _ALWAYS) if match["year"] else (2000, _YEARLY)
@@ -496,15 +506,17 @@ class _Clock:
                 day = datetime(year, int(match["month"]), int(match["day"]))
             except ValueError:
                 return np.nan
-            date, clock = (day - datetime(1970, 1, 1)).total_seconds(), (match["h"], match["m"], match["s"])
-        hours, minutes, seconds = (float(part.replace(b",", b".")) for part in clock)
-        at = date + 3600 * hours + 60 * minutes + seconds
+            at = 86400.0 * (day - _EPOCH).days + _of_day(match["h"], match["m"], match["s"])
         if period == _ALWAYS:
             return at
         if at + period / 2 < self.last[period]:  # far back: the stamp has begun again
             self.turns[period] += 1
         self.last[period] = at
         return at + period * self.turns[period]
+
+
+def _of_day(hours: bytes, minutes: bytes, seconds: bytes) -> float:
+    return 3600 * int(hours) + 60 * int(minutes) + float(seconds.replace(b",", b"."))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -694,20 +706,17 @@ class _FileReader:
         self.gathered.add(self.index, 1, rows.where(kept))
 
     def _read_counters(self, block: bytes, start: int) -> None:
-        if block.find(b":spec_decode_num_", start) < 0:
-            return
-        ended = []
-        for match in _SAMPLE.finditer(block, start):
-            begin = block.rfind(b"\n", max(start, match.start() - LONGEST_PREFIX), match.start()) + 1
+        hits = [hit for marker in _COUNTERS for hit in self._hits(block, start, marker, _SAMPLE)]
+        ended, read_clock = [], self.clocks[2].read
+        for line, begin, match in sorted(hits, key=lambda hit: hit[0]):
+            if match is None:
+                continue  # a comment, or the time at which a counter was made
             engine, name, labels, value, stamp = match.groups()
-            try:
-                number = float(value)
-            except ValueError:  # two points in it
+            if value.count(b".") > 1:
                 self.damaged += 1
                 continue
-            line = self.lines + 1 + block.count(b"\n", start, match.start())
-            at = int(stamp) / 1e3 if stamp else self.clocks[2].read(block[max(begin, start) : match.start()])
-            scrape = self.scrapes.add(line, at, engine + name, labels or b"", number)
+            at = int(stamp) / 1e3 if stamp else read_clock(block[begin : match.start()])
+            scrape = self.scrapes.add(line, at, engine + name, labels or b"", float(value))
             self.recognised += 1
             if scrape is not None:
                 ended.append(scrape)
@@ -733,16 +742,16 @@ class _FileReader:
             self.gathered.add(self.index, 2, rows)
 
     def _read_sglang(self, block: bytes, start: int) -> None:
-        found = []
+        found, read_clock = [], self.clocks[3].read
         for line, begin, match in self._hits(block, start, b"accept len: ", _SGLANG):
-            at = block.find(b"Decode batch", begin, match.start() if match else begin + LONGEST_PREFIX)
-            if at < 0 and match is not None:
+            at = block.find(b"Decode batch", begin, begin + LONGEST_PREFIX)
+            if at < 0:
                 continue  # about something else
-            running = match and _SGLANG_RUNNING.match(block, block.find(b"#running-req: ", at, match.start()))
-            if match is None or not running or float(match[1]) < 1:
+            running = _SGLANG_RUNNING.match(block, at)
+            if match is None or running is None or match[1].startswith(b"0."):
                 self.damaged += 1
                 continue
-            found.append((line, self.clocks[3].read(block[begin:at]), running[1], *match.groups()))
+            found.append((line, read_clock(block[begin:at]), running[1], match[1], match[2]))
         if not found:
             return
         self.recognised += len(found)
@@ -951,6 +960,7 @@ class _Gathered:
         self.size = 0
         self.factor = 1
         self.running: dict[tuple[int, int, int], Floats] = {}
+        self.taus: dict[tuple[int, int], Floats] = {}  # rounds of windows by τ, in hundredths above 1
         self.open: dict[tuple[str, int, int], Alert] = {}
         self.alerts: list[Alert] = []
         self.num_alerts = {"loop": 0, "collapse": 0}
@@ -961,6 +971,7 @@ class _Gathered:
             return
         self._watch(file, source, rows)
         self._count_running(file, source, rows)
+        self._count_taus(file, source, rows)
         keys = np.empty((len(rows.line), 3), np.int64)
         keys[:, 0], keys[:, 1], keys[:, 2] = file, source, rows.line
         self.waiting.append(_grouped(keys, _sums(rows), self.factor))
@@ -982,7 +993,7 @@ class _Gathered:
         return ServerLog(
             files,
             windows,
-            _source_table(windows, keys, sums),
+            _source_table(windows, keys, sums, self.taus),
             _position_table(keys, sums),
             _running_table(self.running),
             tuple(sorted(self._longest_alerts(), key=lambda a: (a.file, a.first_line))),
@@ -1025,6 +1036,12 @@ class _Gathered:
         for value, row in zip(values.tolist(), sums, strict=True):
             key = (file, source, value)
             self.running[key] = self.running.get(key, 0.0) + row
+
+    def _count_taus(self, file: int, source: int, rows: _Rows) -> None:
+        known = ~np.isnan(rows.tau) & (rows.rounds > 0)
+        hundredths = np.clip(np.rint(100 * (rows.tau[known] - 1)), 0, HIGHEST_TAU - 1).astype(np.int64)
+        counts = np.bincount(hundredths, rows.rounds[known], HIGHEST_TAU)
+        self.taus[file, source] = _array(self.taus.get((file, source), 0.0) + counts)
 
     def _watch(self, file: int, source: int, rows: _Rows) -> None:
         """Find windows in a row that all accept everything, or next to nothing."""
@@ -1160,13 +1177,15 @@ def _by_source(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.i
     return keys[starts, :2], starts
 
 
-def _source_table(windows: WindowTable, keys: NDArray[np.int64], sums: Floats) -> SourceTable:
+def _source_table(
+    windows: WindowTable, keys: NDArray[np.int64], sums: Floats, taus: dict[tuple[int, int], Floats]
+) -> SourceTable:
     which, starts = _by_source(keys)
     total = np.add.reduceat(sums, starts, axis=0) if len(starts) else sums[:0]
     column = {name: total[:, i] for name, i in _AT.items()}
     spread, spans = np.full((len(which), 3), np.nan), np.full(len(which), np.nan)
-    for i, (begin, end) in enumerate(zip(starts, [*starts[1:], len(keys)], strict=True)):
-        spread[i] = _weighted_quantiles(windows.tau[begin:end], windows.rounds[begin:end], (0.1, 0.5, 0.9))
+    for i, (begin, end) in enumerate(itertools.pairwise([*starts, len(keys)])):
+        spread[i] = _quantiles(taus[int(which[i, 0]), int(which[i, 1])], (0.1, 0.5, 0.9))
         seconds = windows.seconds[begin:end]
         if (~np.isnan(seconds)).any():
             spans[i] = np.nanmax(seconds) - np.nanmin(seconds)
@@ -1187,16 +1206,12 @@ def _source_table(windows: WindowTable, keys: NDArray[np.int64], sums: Floats) -
     )
 
 
-def _weighted_quantiles(values: Floats, weights: Floats, shares: tuple[float, ...]) -> Floats:
-    """The least values up to which so much of the weight lies; NaN without weight."""
-    kept = (weights > 0) & ~np.isnan(values)
-    if not kept.any():
+def _quantiles(counts: Floats, shares: tuple[float, ...]) -> Floats:
+    """The least τ up to which so much of the weight lies; NaN without weight."""
+    reached = np.cumsum(counts)
+    if reached[-1] <= 0:
         return np.full(len(shares), np.nan)
-    order = np.argsort(values[kept], kind="stable")
-    reached = np.cumsum(weights[kept][order])
-    at = np.searchsorted(reached, np.array(shares) * reached[-1])
-    quantiles: Floats = values[kept][order][np.minimum(at, len(reached) - 1)]
-    return quantiles
+    return _array(1 + np.searchsorted(reached, np.array(shares) * reached[-1]) / 100)
 
 
 def _position_table(keys: NDArray[np.int64], sums: Floats) -> PositionTable:

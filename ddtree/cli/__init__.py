@@ -14,6 +14,7 @@ from ddtree.cli.check import check
 from ddtree.cli.demo import demo
 from ddtree.cli.info import info
 from ddtree.cli.kdtr import kdtr
+from ddtree.cli.plot import plot
 from ddtree.cli.replay import replay
 from ddtree.kdtr import KdtrError
 
@@ -44,5 +45,5 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # τ on a terminal that has none is no reason to stop
 
 
-for command in (bench, check, demo, info, kdtr, replay):
+for command in (bench, check, demo, info, kdtr, plot, replay):
     main.add_command(command)
