@@ -5,6 +5,7 @@ Letters: P prompts, R rounds, M rows (a request's round), n nodes of all trees, 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -26,6 +27,7 @@ __all__ = ["Run", "load_run", "save_run"]
 FORMAT = "ddtree run 1"
 _REASONS: tuple[FinishReason, FinishReason] = ("length", "stop")
 _INT32_MAX = 2**31 - 1
+_MOST_PADDING = 1 << 16  # slots and depths that nothing uses: a damaged file must not ask for them by the million
 
 # every array of a file, with its type and its length: a letter, one more than it ("P+1"), or its own ("")
 _ARRAYS = {
@@ -215,7 +217,7 @@ def _read_vocabulary(path: Any, arrays: Mapping[str, NDArray[Any]]) -> Vocabular
     checked = _Columns(path, arrays)
     data = checked.column("token_bytes", "uint8").tobytes()
     ends = checked.offsets("token_byte_offsets", len(data), "token_bytes").tolist()
-    return Vocabulary([data[a:b] for a, b in zip(ends, ends[1:], strict=False)])
+    return Vocabulary([data[a:b] for a, b in itertools.pairwise(ends)])
 
 
 class _Columns:
@@ -278,11 +280,11 @@ def _rebuilt(
     _check_emitted(columns)
     prompts = np.split(arrays["prompt_token_ids"], arrays["prompt_offsets"][1:-1])
     tokens = np.split(arrays["new_token_ids"], arrays["new_offsets"][1:-1])
-    lengths = np.diff(arrays["kept_offsets"]).astype(np.int32)
+    lengths, depths = np.diff(arrays["kept_offsets"]).astype(np.int32), _depths(arrays)
     generation = Generation(
         tokens=tokens if sizes["P"] else [],
         finish_reasons=[_REASONS[int(stopped)] for stopped in arrays["stopped"]],
-        rounds=[_round(arrays, i) for i in range(sizes["R"])],
+        rounds=[_round(arrays, depths, i) for i in range(sizes["R"])],
         tokens_per_round=[lengths[(arrays["row_requests"] == p) & (lengths > 0)] for p in range(sizes["P"])],
         seconds=dict(zip(STAGES, arrays["seconds"].tolist(), strict=True)),
     )
@@ -291,22 +293,21 @@ def _rebuilt(
 
 def _check_rounds(columns: _Columns, sizes: Mapping[str, int]) -> None:
     arrays = columns.arrays
-    columns.check("round_max_depths", arrays["round_max_depths"] >= 0, "be at least 0")
+    depths = arrays["round_max_depths"]
+    columns.check("round_max_depths", (depths >= 0) & (depths <= _MOST_PADDING), f"be in 0 … {_MOST_PADDING}")
     columns.check("round_num_candidates", arrays["round_num_candidates"] >= 0, "be at least 0")
     requests = arrays["row_requests"]
     columns.check("row_requests", (requests >= 0) & (requests < sizes["P"]), f"be in 0 … {sizes['P'] - 1}")
-    for begin, end in zip(arrays["round_offsets"][:-1], arrays["round_offsets"][1:], strict=True):
+    for begin, end in itertools.pairwise(arrays["round_offsets"].tolist()):
         if len(np.unique(requests[begin:end])) < end - begin:
             columns.fail("row_requests", "name each request once a round", _shown(requests[begin:end]))
     counts, which = np.diff(arrays["node_offsets"]), _round_of_rows(arrays)
     columns.check("node_offsets", np.append((counts >= 1), True), "rise by one node or more a row")
     widest = np.zeros(sizes["R"], np.int64)
     np.maximum.at(widest, which, counts)
-    # slots that no row uses are padding, which a damaged file must not ask for by the million
-    fits = (arrays["round_slots"] >= np.maximum(widest, 1)) & (
-        arrays["round_slots"] <= np.maximum(widest, 1) + (1 << 16)
-    )
-    columns.check("round_slots", fits, "hold the nodes of each row, and no more than 65,536 slots besides")
+    least, slots = np.maximum(widest, 1), arrays["round_slots"]
+    fits = (slots >= least) & (slots <= least + _MOST_PADDING)
+    columns.check("round_slots", fits, f"hold the nodes of each row, and at most {_MOST_PADDING} slots besides")
 
 
 def _check_trees(columns: _Columns) -> None:
@@ -367,8 +368,8 @@ def _check_emitted(columns: _Columns) -> None:
         ):
             columns.fail("new_token_ids", f"go on with what row {row} emitted, {_shown(emitted)}", "another")
         last[request] = at + len(emitted)
-    for request, (begin, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
-        if end - begin > 1 and last.get(request, begin) != end - 1 or end == begin:
+    for request, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        if end == begin or last.get(request, begin) != end - 1:
             columns.fail("new_offsets", f"end where the rounds of request {request} do", end)
 
 
@@ -394,7 +395,7 @@ def _depths(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.int32]:
     return depths
 
 
-def _round(arrays: Mapping[str, NDArray[Any]], i: int) -> Round:
+def _round(arrays: Mapping[str, NDArray[Any]], depths: NDArray[np.int32], i: int) -> Round:
     begin, end = arrays["round_offsets"][i : i + 2].tolist()
     N, L = int(arrays["round_slots"][i]), int(arrays["round_max_depths"][i])
     offsets = arrays["node_offsets"][begin : end + 1]
@@ -407,13 +408,10 @@ def _round(arrays: Mapping[str, NDArray[Any]], i: int) -> Round:
         return rows
 
     parents = padded(arrays["node_parents"], -1, np.int32)
-    within = {name: arrays[name][offsets[0] : offsets[-1]] for name in ("node_parents",)}
-    depths = np.full(used.shape, -1, np.int32)
-    depths[used] = _depths({"node_parents": within["node_parents"], "node_offsets": offsets - offsets[0]})
     tree = DraftTree(
         token_ids=padded(arrays["node_token_ids"], -1, np.int32),
         parents=parents,
-        depths=depths,
+        depths=padded(depths, -1, np.int32),
         ranks=padded(arrays["node_ranks"], -1, np.int32),
         scores=padded(arrays["node_scores"], -np.inf, np.float64),
         node_counts=counts,
