@@ -16,6 +16,7 @@ from ddtree.cli.info import info
 from ddtree.cli.kdtr import kdtr
 from ddtree.cli.plot import plot
 from ddtree.cli.replay import replay
+from ddtree.cli.report import report
 from ddtree.kdtr import KdtrError
 
 __all__ = ["main"]
@@ -45,5 +46,5 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # τ on a terminal that has none is no reason to stop
 
 
-for command in (bench, check, demo, info, kdtr, plot, replay):
+for command in (bench, check, demo, info, kdtr, plot, replay, report):
     main.add_command(command)
