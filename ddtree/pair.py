@@ -1,7 +1,8 @@
-"""A trained pair: a target, the drafter that was trained for it, their vocabulary, and prompts held out from training."""
+"""A trained pair: a target, the drafter that was trained for it, their vocabulary, and prompts that neither saw."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -149,7 +150,7 @@ def load_prompts(path: str | os.PathLike[str] | None = None) -> Prompts:
         or not all(isinstance(s, str) for s in sources)
     ):
         raise ValueError(f"{path}: metadata 'sources' must be a JSON list of one text a prompt, {len(offsets) - 1}")
-    return Prompts([tokens[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)], sources)
+    return Prompts([tokens[a:b] for a, b in itertools.pairwise(offsets)], sources)
 
 
 def save_prompts(

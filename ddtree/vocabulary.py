@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,7 +21,7 @@ _BYTES, _OFFSETS, _TOKENIZER = "token_bytes", "token_offsets", "tokenizer_json"
 
 
 class Vocabulary:
-    """The bytes of each token, and how text is cut into tokens.
+    r"""The bytes of each token, and how text is cut into tokens.
 
     Parameters
     ----------
@@ -31,11 +32,11 @@ class Vocabulary:
 
     Examples
     --------
-    >>> vocabulary = Vocabulary([b"<|endoftext|>", b"de", b"f ", b"\\xc3", b"\\xa9"])
+    >>> vocabulary = Vocabulary([b"<|endoftext|>", b"de", b"f ", b"\xc3", b"\xa9"])
     >>> vocabulary.decode([1, 2, 3, 4]), vocabulary.decode([1, 3])
     ('def é', 'de�')
     >>> vocabulary.decode_bytes([3, 4])
-    b'\\xc3\\xa9'
+    b'\xc3\xa9'
     """
 
     def __init__(self, token_bytes: Sequence[bytes], tokenizer_json: bytes | None = None) -> None:
@@ -99,7 +100,10 @@ class Vocabulary:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the vocabulary to a KDTR file, which is replaced if it exists."""
         offsets = np.cumsum([0, *map(len, self.token_bytes)], dtype=np.int64)
-        arrays = {_BYTES: np.frombuffer(b"".join(self.token_bytes), np.uint8), _OFFSETS: offsets}
+        arrays: dict[str, NDArray[Any]] = {
+            _BYTES: np.frombuffer(b"".join(self.token_bytes), np.uint8),
+            _OFFSETS: offsets,
+        }
         if self.tokenizer_json is not None:
             arrays[_TOKENIZER] = np.frombuffer(self.tokenizer_json, np.uint8)
         write_kdtr(path, arrays)
@@ -127,6 +131,6 @@ class Vocabulary:
         ends = offsets.tolist()
         tokenizer = arrays.get(_TOKENIZER)
         return cls(
-            [data[start:end] for start, end in zip(ends, ends[1:], strict=False)],
+            [data[start:end] for start, end in itertools.pairwise(ends)],
             None if tokenizer is None else tokenizer.tobytes(),
         )

@@ -14,7 +14,7 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - its common name
 from torch import Tensor, nn
 
 from ddtree.drafters import BlockConfig
