@@ -12,6 +12,7 @@ from ddtree import BackendUnavailable, __version__
 from ddtree.cli.bench import bench
 from ddtree.cli.check import check
 from ddtree.cli.demo import demo
+from ddtree.cli.generate import generate
 from ddtree.cli.info import info
 from ddtree.cli.kdtr import kdtr
 from ddtree.cli.plot import plot
@@ -46,5 +47,5 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # τ on a terminal that has none is no reason to stop
 
 
-for command in (bench, check, demo, info, kdtr, plot, replay, report):
+for command in (bench, check, demo, generate, info, kdtr, plot, replay, report):
     main.add_command(command)

@@ -54,7 +54,7 @@ class _CannotPlot(click.ClickException):
     "show the engine's configuration.",
 )
 def plot(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, draft_length: int | None) -> None:
-    r"""Read acceptance out of server logs, and plot it.
+    """Read acceptance out of server logs, and plot it.
 
     INPUT is a log of vLLM, SGLang or llama.cpp, of any size, or - for a pipe. It may hold the periodic lines, or
     Prometheus counters scraped again and again. Several logs are compared.
@@ -66,7 +66,7 @@ def plot(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, draft_le
 
     τ is the mean of tokens emitted a round by one request, the bonus included, and each window weighs as many as its
     rounds. Exits with 2 if nothing in a log is recognised, or an output cannot be written.
-    """
+    """  # noqa: D301 - click takes the backspace for "do not wrap"
     kinds = {_kind_of(name) for name in inputs}
     if len(kinds) > 1:
         raise _CannotPlot(

@@ -217,7 +217,10 @@ def test_cumulative_figures_are_differences_and_resets_begin_anew():
 
 def test_counters_of_several_engines_are_reset_one_by_one_and_summed():
     def both(*pairs):
-        return "\n".join(scrape(*pair, labels=f'engine="{i}"') for i, pair in enumerate(pairs))
+        return "\n".join(
+            scrape(drafts, drafted, accepted, at, labels=f'engine="{i}"')
+            for i, (drafts, drafted, accepted, at) in enumerate(pairs)
+        )
 
     log = read(
         both((100, 200, 100, (60, 40)), (100, 200, 100, (60, 40))),
