@@ -272,8 +272,10 @@ def _rebuilt(
         columns.fail("seconds", f"have one value a stage, {len(STAGES)}", len(arrays["seconds"]))
     columns.check("seconds", (arrays["seconds"] >= 0) & np.isfinite(arrays["seconds"]), "be finite and at least 0")
     most = _INT32_MAX if vocabulary is None else len(vocabulary) - 1
-    for name in ("prompt_token_ids", "new_token_ids", "node_token_ids", "node_choices"):
+    for name in ("prompt_token_ids", "new_token_ids", "node_token_ids"):
         columns.check(name, (arrays[name] >= 0) & (arrays[name] <= most), f"be in 0 … {most}")
+    choices = arrays["node_choices"]  # −1 where the target's logits gave none, which no kept node may have
+    columns.check("node_choices", (choices >= -1) & (choices <= most), f"be in -1 … {most}")
     _check_rounds(columns, sizes)
     _check_trees(columns)
     _check_paths(columns)
@@ -388,10 +390,10 @@ def _depths(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.int32]:
     parents = arrays["node_parents"]
     first = np.repeat(arrays["node_offsets"][:-1], np.diff(arrays["node_offsets"]))
     depths = np.zeros(len(parents), np.int32)
-    above = np.where(parents >= 0, first + parents, -1)
-    while (moving := above >= 0).any():
-        depths += moving
-        above = np.where(moving, above[above], -1)
+    at = above = np.where(parents >= 0, first + parents, -1)
+    while (below := at >= 0).any():
+        depths += below
+        at = np.where(below, above[at], -1)
     return depths
 
 

@@ -546,7 +546,8 @@ class _FileReader:
 
     def __init__(self, index: int, gathered: _Gathered, draft_length: int | None) -> None:
         self.index, self.gathered = index, gathered
-        self.draft_length, self.interval = draft_length, 40
+        self.draft_length = draft_length
+        self.settings: dict[str, list[tuple[int, int]]] = {"draft length": [(0, 0)], "interval": [(0, 40)]}
         self.bytes = self.lines = self.recognised = self.damaged = 0
         self.offset = 0  # as bytes, without colour codes
         self.clocks = [_Clock() for _ in SOURCES]
@@ -585,36 +586,40 @@ class _FileReader:
 
     def _hits(
         self, block: bytes, start: int, marker: bytes, pattern: re.Pattern[bytes]
-    ) -> Iterator[tuple[int, int, re.Match[bytes] | None]]:
-        """Each line that has the marker: its number, where it begins, and the match there."""
+    ) -> Iterator[tuple[int, int, int, re.Match[bytes] | None]]:
+        """Each line that has the marker: its number, where it begins, where the marker is, and the match there."""
         line, counted = self.lines + 1, start
         at = block.find(marker, start)
         while at >= 0:
             begin = block.rfind(b"\n", max(start, at - LONGEST_PREFIX), at) + 1 or max(start, at - LONGEST_PREFIX)
             line += block.count(b"\n", counted, at)
             counted = at
-            yield line, begin, pattern.match(block, at)
+            yield line, begin, at, pattern.match(block, at)
             end = block.find(b"\n", at)
             at = block.find(marker, end) if end >= 0 else -1
 
     def _read_settings(self, head: bytes) -> None:
-        for name, value in _SETTING.findall(head):
-            if name == b"decode_log_interval":
-                self.interval = max(int(value), 1)
-            elif self.draft_length is None and int(value) > 0:
-                self.draft_length = int(value)
+        for match in _SETTING.finditer(head):
+            name = "interval" if match[1] == b"decode_log_interval" else "draft length"
+            if int(match[2]) > 0:
+                self.settings[name].append((self.lines + 1 + head.count(b"\n", 0, match.start()), int(match[2])))
+
+    def _in_force(self, name: str, lines: Any) -> NDArray[np.int64]:
+        """A setting as it was last printed before each line."""
+        at, values = np.array(self.settings[name], np.int64).T
+        return np.asarray(values[np.searchsorted(at, lines, "right") - 1], np.int64)
 
     def _read_vllm(self, block: bytes, start: int) -> None:
         found = []
-        for line, begin, match in self._hits(block, start, b"SpecDecoding metrics: ", _VLLM):
+        for line, begin, at, match in self._hits(block, start, b"SpecDecoding metrics: ", _VLLM):
             nearest = max(self.after_vllm - self.offset + start, begin - LOOK_BACK, 0)
-            at = block.rfind(b"Running: ", nearest, begin)
-            running = _RUNNING.match(block, at) if at >= 0 else None
+            before = block.rfind(b"Running: ", nearest, begin)
+            running = _RUNNING.match(block, before) if before >= 0 else None
             self.after_vllm = self.offset - start + begin + 1
             if match is None:
                 self.damaged += 1
                 continue
-            seconds = self.clocks[0].read(block[begin : match.start()])
+            seconds = self.clocks[0].read(block[begin:at])
             found.append((line, seconds, float(running[1]) if running else np.nan, *match.groups()))
         if not found:
             return
@@ -628,7 +633,7 @@ class _FileReader:
             depth=_floats(depth),
             sums=np.where(lengths > 0, np.nansum(rates, axis=1), np.nan),
         )
-        rounds, estimated, good = _rounds_of(figures, self.draft_length or 0)
+        rounds, estimated, good = _rounds_of(figures, self.draft_length or self._in_force("draft length", lines))
         good &= figures.accepted <= figures.drafted
         idle = good & (figures.drafted == 0)
         self.recognised += int(good.sum())
@@ -666,19 +671,19 @@ class _FileReader:
 
     def _read_v0(self, block: bytes, start: int) -> None:
         lines, seconds, differences = [], [], []
-        for line, begin, match in self._hits(block, start, b"Speculative metrics: ", _V0):
+        for line, begin, at, match in self._hits(block, start, b"Speculative metrics: ", _V0):
             if match is None or int(match[1]) == 0:
                 self.damaged += 1
                 continue
             self.recognised += 1
             sums = np.array([int(group) for group in match.groups()], np.int64)  # k, accepted, drafted, emitted
-            at = self.clocks[1].read(block[begin : match.start()])
+            stamp = self.clocks[1].read(block[begin:at])
             if self.v0_last is None:
-                self.v0_first = line, at, sums
+                self.v0_first = line, stamp, sums
             else:
                 self.v0_first = None
                 lines.append(line)
-                seconds.append(at)
+                seconds.append(stamp)
                 fallen = (sums < self.v0_last)[1:].any()  # another server
                 differences.append(sums if fallen else np.append(sums[:1], (sums - self.v0_last)[1:]))
             self.v0_last = sums
@@ -708,15 +713,15 @@ class _FileReader:
     def _read_counters(self, block: bytes, start: int) -> None:
         hits = [hit for marker in _COUNTERS for hit in self._hits(block, start, marker, _SAMPLE)]
         ended, read_clock = [], self.clocks[2].read
-        for line, begin, match in sorted(hits, key=lambda hit: hit[0]):
+        for line, begin, at, match in sorted(hits, key=lambda hit: hit[0]):
             if match is None:
                 continue  # a comment, or the time at which a counter was made
             engine, name, labels, value, stamp = match.groups()
             if value.count(b".") > 1:
                 self.damaged += 1
                 continue
-            at = int(stamp) / 1e3 if stamp else read_clock(block[begin : match.start()])
-            scrape = self.scrapes.add(line, at, engine + name, labels or b"", float(value))
+            seconds = int(stamp) / 1e3 if stamp else read_clock(block[begin:at])
+            scrape = self.scrapes.add(line, seconds, engine + name, labels or b"", float(value))
             self.recognised += 1
             if scrape is not None:
                 ended.append(scrape)
@@ -743,21 +748,21 @@ class _FileReader:
 
     def _read_sglang(self, block: bytes, start: int) -> None:
         found, read_clock = [], self.clocks[3].read
-        for line, begin, match in self._hits(block, start, b"accept len: ", _SGLANG):
-            at = block.find(b"Decode batch", begin, begin + LONGEST_PREFIX)
-            if at < 0:
+        for line, begin, at, match in self._hits(block, start, b"accept len: ", _SGLANG):
+            message = block.find(b"Decode batch", begin, at)
+            if message < 0:
                 continue  # about something else
-            running = _SGLANG_RUNNING.match(block, at)
+            running = _SGLANG_RUNNING.match(block, message)
             if match is None or running is None or match[1].startswith(b"0."):
                 self.damaged += 1
                 continue
-            found.append((line, read_clock(block[begin:at]), running[1], match[1], match[2]))
+            found.append((line, read_clock(block[begin:message]), running[1], match[1], match[2]))
         if not found:
             return
         self.recognised += len(found)
         lines, stamps, at_once, mean, rate = zip(*found, strict=True)
         tau, requests = _floats(mean), _floats(at_once)
-        rounds = self.interval * requests
+        rounds = self._in_force("interval", lines) * requests
         rows = _Rows(
             line=np.array(lines, np.int64),
             seconds=_array(stamps),
@@ -776,9 +781,9 @@ class _FileReader:
         hits = [*self._hits(block, start, b"draft acceptance", _LLAMA)]
         if not hits and self.request is None:
             return
-        rates = [hit for hit in self._hits(block, start, b"acc per pos = (", _LLAMA_RATES) if hit[2]]
+        rates = [hit for hit in self._hits(block, start, b"acc per pos = (", _LLAMA_RATES) if hit[3]]
         done = []
-        for line, begin, match in sorted([*hits, *rates], key=lambda hit: hit[0]):
+        for line, begin, at, match in sorted([*hits, *rates], key=lambda hit: hit[0]):
             if match is not None and match.re is _LLAMA_RATES:
                 if self.request is not None and self.request[-1] is None and self.request[0] == line - 1:
                     self.request[-1] = match[1]
@@ -789,7 +794,7 @@ class _FileReader:
                 continue
             if self.request is not None:
                 done.append(self.request)
-            self.request = [line, self.clocks[4].read(block[begin : match.start()]), *match.groups()]
+            self.request = [line, self.clocks[4].read(block[begin:at]), *match.groups()]
         self._add_llama(done)
 
     def _add_llama(self, requests: list[list[Any]]) -> None:
@@ -824,7 +829,7 @@ class _Figures(NamedTuple):
     sums: Floats  # of the rates, each to three places: accepted / rounds
 
 
-def _rounds_of(figures: _Figures, draft_length: int) -> tuple[Floats, NDArray[np.bool_], NDArray[np.bool_]]:
+def _rounds_of(figures: _Figures, draft_length: Any) -> tuple[Floats, NDArray[np.bool_], NDArray[np.bool_]]:
     """Rounds behind a printed line: their number, whether it is an estimate, and whether the figures agree.
 
     Drafted / draft length is right where every draft was full. Mean and rates say accepted / rounds, rounded, and so

@@ -128,7 +128,7 @@ def _data(run: Run) -> dict[str, Any]:
     parents = nodes([r.tree.parents[b] for r, b in rows])
     ranks = nodes([r.tree.ranks[b] for r, b in rows])
     texts = [*run.prompts, *run.generation.tokens]
-    used = np.unique(np.concatenate([np.zeros(0, np.int32), ids, choices, *texts])).astype(np.int64)
+    used = np.unique(np.concatenate([np.zeros(0, np.int32), ids, choices[choices >= 0], *texts])).astype(np.int64)
     by_request: list[list[int]] = [[] for _ in run.prompts]
     for row, (r, b) in enumerate(rows):
         if r.acceptance.lengths[b] > 0:
@@ -156,20 +156,20 @@ def _data(run: Run) -> dict[str, Any]:
             "token": _packed(np.searchsorted(used, ids)),
             "parent": _packed(np.maximum(parents, 0)),
             "rank": _packed(np.maximum(ranks, 0)),
-            "choice": _packed(np.searchsorted(used, choices)),
+            "choice": _packed(np.where(choices >= 0, np.searchsorted(used, choices), len(used))),
             "score": _packed(scores.astype("<f4")),
         },
     }
 
 
 def _tokens(run: Run, used: NDArray[np.int64]) -> dict[str, Any]:
-    """Ids, labels and bytes of the tokens that occur; without a vocabulary the id is the label, and no bytes."""
+    """Ids, labels and bytes of the tokens that occur, and a last label for none; without a vocabulary no bytes."""
     if run.vocabulary is None:
-        return {"ids": used.tolist(), "labels": [str(i) for i in used], "bytes": None}
+        return {"ids": used.tolist(), "labels": [*map(str, used.tolist()), "nothing"], "bytes": None}
     raw = [run.vocabulary.token_bytes[i] for i in used]
     return {
         "ids": used.tolist(),
-        "labels": [token_label(token) for token in raw],
+        "labels": [*map(token_label, raw), "nothing"],
         "bytes": {
             "data": base64.b64encode(b"".join(raw)).decode(),
             "start": _packed(np.cumsum([0, *map(len, raw)])),

@@ -62,7 +62,7 @@ def plot(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, draft_le
     \b
       ddtree plot server.log -o figures/
       docker logs vllm 2>&1 | ddtree plot -
-      while sleep 10; do curl -s localhost:8000/metrics; done | ddtree plot - -o tau.svg
+      while sleep 10; do curl -s localhost:8000/metrics; done | ddtree plot -
 
     τ is the mean of tokens emitted a round by one request, the bonus included, and each window weighs as many as its
     rounds. Exits with 2 if nothing in a log is recognised, or an output cannot be written.
