@@ -158,7 +158,7 @@ def save_run(
         arrays["token_bytes"] = np.frombuffer(b"".join(vocabulary.token_bytes), np.uint8)
         arrays["token_byte_offsets"] = _offsets(vocabulary.token_bytes)
     try:
-        text = json.dumps(dict(settings or {}), ensure_ascii=False, allow_nan=False, sort_keys=True)
+        text = json.dumps(dict(settings or {}), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise type(error)(f"settings must be what JSON can hold: {error}") from error
     _rebuilt("generation", arrays, vocabulary)  # what cannot be read back is not written
