@@ -161,7 +161,8 @@ def read_tokenizer_json(path: str | os.PathLike[str], vocab_size: int) -> Vocabu
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     added = _added_tokens(document)
-    tokens = document.get("model", {}).get("vocab") if isinstance(document, dict) else None
+    model = document.get("model") if isinstance(document, dict) else None
+    tokens = model.get("vocab") if isinstance(model, dict) else None
     if added is None or not isinstance(tokens, dict):
         raise ValueError(f"{path} must have its tokens in model.vocab, from token to id, and in added_tokens")
     byte_level = '"ByteLevel"' in raw.decode(errors="replace")

@@ -2,7 +2,7 @@
 // The rounds of a run. All text from the run is set as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-const ROW = 26, HEIGHT = 20, GAP = 54, CHARACTER = 7.3, LONGEST = 18, SHOWN_AT_FIRST = 64, COLOURS = 6;
+const ROW = 26, HEIGHT = 20, GAP = 42, CHARACTER = 7.3, LONGEST = 18, SHOWN_AT_FIRST = 64, COLOURS = 6;
 const KINDS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array };
 
 const $ = (id) => document.getElementById(id);
@@ -123,7 +123,9 @@ function select(i, scroll) {
   const { group, x, y, w } = boxes.get(i), view = $("tree");
   group.classList.add("selected");
   if (scroll) {
-    view.scrollTop = y - view.clientHeight / 2;
+    // the whole accepted path if it fits, else its end
+    const ys = [y, ...t.kept.map((j) => boxes.get(j).y)], top = Math.min(...ys), bottom = Math.max(...ys);
+    view.scrollTop = (bottom - top < view.clientHeight - 60 ? (top + bottom) / 2 : y) - view.clientHeight / 2;
     view.scrollLeft = x + w + 120 > view.clientWidth ? x + w + 120 - view.clientWidth : 0;
   }
   describe(t, i, i === p.extra);

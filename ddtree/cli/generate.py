@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ddtree.vocabulary import Vocabulary
 
 STYLES = tuple(f"#000000 on {colour}" for colour in ("#9cccff", "#ffcf87", "#a3e0b5", "#f3b3d6", "#c9bdfb", "#d9df8f"))
+FEW_COLOURS = tuple(f"black on {colour}" for colour in ("cyan", "yellow", "green", "magenta"))
 MODES = ("tree", "chain", "autoregressive")
 
 
@@ -106,6 +107,9 @@ def generate(
         source = _load(model, drafts=mode != "autoregressive")
         tokens = _tokens(source, prompts, files, ids)
         engine = Engine(source.target, source.drafter, depth=depth, budget=budget)
+        for stop in stops:
+            if stop >= engine.vocab_size:
+                raise ValueError(f"--stop must be in 0 … {engine.vocab_size - 1} (the vocabulary), got {stop}")
         every_stop = sorted({*stops, *source.stops})
         generation = _with_bar(
             engine,
@@ -196,10 +200,14 @@ def _check_writable(save: Path | None) -> None:
     """See that the run can be written before it is made."""
     from ddtree.kdtr import check_regular
 
-    if save is not None:
+    if save is None:
+        return
+    if save.exists():
+        check_regular(save)
+    try:
         tempfile.TemporaryFile(dir=save.parent).close()
-        if save.exists():
-            check_regular(save)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(save)) from error
 
 
 def _with_bar(engine: Any, tokens: list[Any], max_new_tokens: int, options: dict[str, Any]) -> Generation:
@@ -258,7 +266,7 @@ class _Writer:
         from rich.text import Text
 
         rounds = [(r, r.request_ids.index(request)) for r in generation.rounds if request in r.request_ids]
-        pieces = self._pieces(prompt, generation.tokens[request], rounds)
+        pieces = self._pieces(prompt, generation.tokens[request], rounds, show_trees)
         if len(generation.tokens) > 1:
             self.console.rule(f"request {request}")
         if not show_trees:
@@ -272,16 +280,17 @@ class _Writer:
             self.console.print(piece, soft_wrap=True)
             self.console.print(self._tree(round_, b))
 
-    def _pieces(self, prompt: Any, tokens: Any, rounds: list[tuple[Round, int]]) -> list[Text]:
+    def _pieces(self, prompt: Any, tokens: Any, rounds: list[tuple[Round, int]], in_a_line: bool) -> list[Text]:
         """The prompt, the prefill's token, and each round's tokens, the last of which is the target's own."""
         from rich.text import Text
 
-        read = _reader(self.vocabulary)
+        read = _reader(self.vocabulary, in_a_line)
         pieces = [Text(read(prompt), style="dim"), Text(read(tokens[:1]), style="underline")]
         begin, bar = 1, "" if self.console.color_system else "▏"
+        styles = STYLES if self.console.color_system in ("256", "truecolor") else FEW_COLOURS
         for k, (round_, b) in enumerate(rounds):
             end = begin + int(round_.acceptance.lengths[b])
-            style = STYLES[k % len(STYLES)]
+            style = styles[k % len(styles)]
             piece = Text(bar + read(tokens[begin : end - 1]), style=style)
             piece.append(read(tokens[end - 1 : end]), style="underline")
             pieces.append(piece)
@@ -325,14 +334,15 @@ def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.0095 else f"{share:.1%}" if share >= 0.0005 else "<0.1%"
 
 
-def _reader(vocabulary: Vocabulary | None) -> Any:
+def _reader(vocabulary: Vocabulary | None, in_a_line: bool) -> Any:
     """A function of token ids that gives text, where characters may begin in one call and end in another."""
     if vocabulary is None:
         return lambda tokens: "".join(f"{int(token)} " for token in tokens)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(tokens: Any) -> str:
-        return _visible(decoder.decode(vocabulary.decode_bytes(tokens))) if len(tokens) else ""
+        text = _visible(decoder.decode(vocabulary.decode_bytes(tokens))) if len(tokens) else ""
+        return text.replace("\n", "⏎") if in_a_line else text
 
     return read
 

@@ -225,6 +225,14 @@ def show(browser, tmp_path):
     context = browser.new_context(viewport={"width": 1300, "height": 900})
     heard = []
 
+    def refuse(dialog):
+        heard.append(dialog.message)
+        dialog.dismiss()
+
+    def note(request):
+        if not request.url.startswith("file:"):
+            heard.append(request.url)
+
     def opened(run, **viewport):
         write_report(tmp_path / "page.html", run, title="A <b>run</b>")
         page = context.new_page()
@@ -232,8 +240,8 @@ def show(browser, tmp_path):
             page.set_viewport_size(viewport)
         page.on("console", lambda message: heard.append(message.text))
         page.on("pageerror", lambda error: heard.append(str(error)))
-        page.on("dialog", lambda dialog: (heard.append(dialog.message), dialog.dismiss()))
-        page.on("request", lambda request: request.url.startswith("file:") or heard.append(request.url))
+        page.on("dialog", refuse)
+        page.on("request", note)
         page.goto((tmp_path / "page.html").as_uri())
         page.wait_for_selector("html[data-ready]")
         return page
