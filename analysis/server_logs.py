@@ -98,6 +98,7 @@ MOST_WINDOWS = 1 << 14  # rows kept; beyond twice that, neighbours are added up
 MOST_POSITIONS = 64
 HIGHEST_TAU = 100_001  # hundredths above 1 that are told apart
 MOST_ALERTS = 100
+HIGHEST_COUNT = 1e15
 MOST_SERIES = 10_000  # of one scrape
 LONGEST_PREFIX = 1 << 11  # bytes in front of a message in which a time stamp is looked for
 SHORTEST_RUN = 3  # windows in a row that make an alert
@@ -717,11 +718,13 @@ class _FileReader:
             if match is None:
                 continue  # a comment, or the time at which a counter was made
             engine, name, labels, value, stamp = match.groups()
-            if value.count(b".") > 1:
+            number = float(value) if value.count(b".") <= 1 else np.inf
+            by_position = _POSITION.search(labels or b"") is not None
+            if number > HIGHEST_COUNT or by_position != name.endswith(b"_per_pos"):
                 self.damaged += 1
                 continue
             seconds = int(stamp) / 1e3 if stamp else read_clock(block[begin:at])
-            scrape = self.scrapes.add(line, seconds, engine + name, labels or b"", float(value))
+            scrape = self.scrapes.add(line, seconds, engine + name, labels or b"", number)
             self.recognised += 1
             if scrape is not None:
                 ended.append(scrape)

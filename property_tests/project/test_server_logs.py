@@ -272,6 +272,8 @@ def test_lines_that_are_cut_or_contradict_themselves_are_damaged():
         "draft acceptance = 0.64479 (  167 accepted /   25",
         "Speculative metrics: Draft acceptance rate: 0.642, System eff",
         scrape(279, 837, 676, (257, 231, 188)).replace("837.0", "8.3.7"),
+        scrape(279, 837, 676, (257, 231, 188)).replace(',position="1"', ""),
+        scrape(279, 837, 676, (257, 231, 188)).replace("837.0", "9" * 400),
     ):
         log = read(bad, "other")
         assert log.files[0].damaged == 1, bad
