@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddtree.analysis import server_figures, server_logs
+from ddtree.analysis import server_figures, server_log_formats, server_logs
 from ddtree.analysis.server_logs import read_server_logs
 from ddtree.cli import main
 
@@ -356,7 +356,6 @@ def test_many_windows_are_added_up_and_the_sums_stay(monkeypatch):
     lines = [vllm_line(100 + i % 7, [90, 50 + i % 30]) for i in range(1000)] + loop(10)
     whole = read(*lines)
     monkeypatch.setattr(server_logs, "MOST_WINDOWS", 50)
-    monkeypatch.setattr(server_logs, "BLOCK", 2000)
     few = read(*lines, block_bytes=2000)
     assert len(whole.windows) == 1010
     assert 25 <= len(few.windows) <= 130
@@ -384,7 +383,7 @@ def test_long_logs_take_seconds_and_little_memory():
 
 
 def test_a_file_that_is_no_text_is_passed_over_in_pieces(monkeypatch):
-    monkeypatch.setattr(server_logs, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(server_log_formats, "LONGEST_LINE", 1000)
     log = read_server_logs([("log", BytesIO(b"\0" * 50_000 + b"\n" + THIRD.encode()))], block_bytes=100)
     assert column(log, "rounds") == [166.0]
 
