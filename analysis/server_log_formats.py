@@ -15,7 +15,8 @@ vLLM, one line a window of about ten seconds, never cumulative; in the order in 
 
 The last may have ``Current speculative depth: 3,`` in it. Mean acceptance length is 1 + accepted / drafts: it is τ. The
 first form says neither that nor the drafts: these are drafted / ``num_speculative_tokens``, if the log has printed the
-configuration, and are marked as estimated.
+configuration, and are marked as estimated. A round that drafted nothing is not counted, and tokens that a stop then
+cuts off are (``vllm/v1/core/sched/scheduler.py``): this τ is that of rounds with a draft, before the cut.
 
 vLLM's first engine, sums since the server began (``vllm/spec_decode/metrics.py``, ``vllm/engine/metrics.py``)::
 

@@ -2,7 +2,7 @@
 // The rounds of a run. All text from the run is set as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-const ROW = 26, HEIGHT = 20, GAP = 42, CHARACTER = 7.3, LONGEST = 18, SHOWN_AT_FIRST = 64, COLOURS = 6;
+const ROW = 26, HEIGHT = 20, GAP = 34, CHARACTER = 7.3, LONGEST = 18, SHOWN_AT_FIRST = 64, COLOURS = 6;
 const KINDS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array };
 
 const $ = (id) => document.getElementById(id);
@@ -50,7 +50,8 @@ function visible(t) {
   return [...on].sort((a, b) => a - b);
 }
 
-// Leaves one below the other, an inner node in the middle of its children; a column is as wide as its widest box.
+// Leaves one below the other, an inner node beside its likeliest child, so that the likeliest path is a straight line
+// and a long one stays in view; a column is as wide as its widest box.
 function place(t, shown) {
   const children = new Map(shown.map((i) => [i, []])), depth = new Map([[0, 0]]), y = new Map(), extra = t.count;
   for (const i of shown) if (i) { children.get(t.parent[i]).push(i); depth.set(i, depth.get(t.parent[i]) + 1); }
@@ -68,7 +69,7 @@ function place(t, shown) {
   }
   for (const i of order.reverse()) {
     const below = children.get(i);
-    if (below.length) y.set(i, (y.get(below[0]) + y.get(below[below.length - 1])) / 2);
+    if (below.length) y.set(i, y.get(below[0]));
   }
   const columns = [];
   for (const [i, d] of depth) columns[d] = Math.max(columns[d] || 0, box(t, i));

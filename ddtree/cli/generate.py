@@ -155,7 +155,12 @@ def _load(path: Path | None, *, drafts: bool) -> _Source:
         target, block_drafter, vocabulary = load_pair(path)
         name = "the installed pair" if path is None else path.name
         return _Source(
-            name, target, block_drafter if drafts else None, "block drafter", vocabulary, target.config.eos_token_ids
+            name,
+            target,
+            block_drafter if drafts else None,
+            block_drafter.label,
+            vocabulary,
+            target.config.eos_token_ids,
         )
     target = load_model(path)
     tokenizer = path / "tokenizer.json"

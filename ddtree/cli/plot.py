@@ -64,8 +64,9 @@ def plot(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, draft_le
       docker logs vllm 2>&1 | ddtree plot -
       while sleep 10; do curl -s localhost:8000/metrics; done | ddtree plot -
 
-    τ is the mean of tokens emitted a round by one request, the bonus included, and each window weighs as many as its
-    rounds. Exits with 2 if nothing in a log is recognised, or an output cannot be written.
+    τ is the mean of tokens emitted a round by one request, the bonus included, over the rounds that the server counts,
+    and each window weighs as many as its rounds. Exits with 2 if nothing in a log is recognised, or an output cannot be
+    written.
     """  # noqa: D301 - click takes the backspace for "do not wrap"
     kinds = {_kind_of(name) for name in inputs}
     if len(kinds) > 1:
