@@ -190,6 +190,8 @@ def _tokens(
         raise ValueError(f"{source.name} has no tokenizer.json beside it to read text with: give token ids with --ids")
     rows = []
     for name, text in texts:
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError(f"{name} must be UTF-8 text, got bytes that are not")
         row = source.vocabulary.encode(text) if source.vocabulary is not None else np.zeros(0, np.int32)
         if not len(row):
             raise ValueError(f"{name} must have some text, got none")

@@ -99,6 +99,8 @@ def _writable(outputs: tuple[Path, ...]) -> Iterator[None]:
     """See that outputs can be written before any work is done, and say it in one line where they cannot."""
     for path in outputs:
         folder = path.parent if path.suffix.lower() in _FILES else path
+        if folder == path and path.suffix and not path.is_dir():
+            raise _CannotPlot(f"{path} must be a folder, or a file ending in {', '.join(_FILES)}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
@@ -136,6 +138,7 @@ _PLOTS: dict[str, Callable[[tuple[str, ...], tuple[Path, ...], str, int | None],
 def _read(inputs: tuple[str, ...], draft_length: int | None) -> ServerLog:
     """Read the inputs one after the other, with a bar where somebody looks."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from ddtree.analysis.server_logs import read_server_logs
@@ -150,7 +153,7 @@ def _read(inputs: tuple[str, ...], draft_length: int | None) -> ServerLog:
         def opened() -> Iterator[tuple[str, BinaryIO]]:
             for name in inputs:
                 size = Path(name).stat().st_size if name != "-" and Path(name).is_file() else None
-                progress.reset(task, total=size, description=name)
+                progress.reset(task, total=size, description=escape(name))
                 if name == "-":
                     yield "standard input", sys.stdin.buffer
                 else:

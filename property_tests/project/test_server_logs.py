@@ -435,8 +435,8 @@ def test_figures_of_logs_that_do_not_say_all(lines):
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def invoke(*arguments, input=None):
-        runner = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1", "FORCE_COLOR": None})
+    def invoke(*arguments, input=None, **env):
+        runner = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1", "FORCE_COLOR": None, **env})
         return runner.invoke(main, ["plot", *arguments], input=input, catch_exceptions=False)
 
     return invoke
@@ -468,6 +468,15 @@ def test_plot_writes_single_files_and_compares(run, tmp_path):
     assert {"a.log, vLLM", "b.log, llama.cpp"} <= set(re.findall(r"\w\.log, [\w.]+", result.stdout))
 
 
+def test_plot_takes_names_as_they_are(run, tmp_path):
+    (tmp_path / "[").mkdir()
+    (tmp_path / "[/bold].log").write_text(THIRD)
+    result = run("[/bold].log", "-o", "[red].png", FORCE_COLOR="1")
+    assert result.exit_code == 0, result.output
+    assert "[/bold].log: 1 lines, 1 with figures" in result.stdout
+    assert (tmp_path / "[red].png").exists()
+
+
 def test_plot_reads_a_pipe(run):
     result = run("-", input=(THIRD + "\n").encode())
     assert result.exit_code == 0, result.output
@@ -489,6 +498,7 @@ def test_plot_of_a_pipe_of_another_process(tmp_path):
         (["cut.log"], "speculative decoding, and 1 begin like one but are damaged"),
         (["folder"], "folder is a folder without sweep.json: name the logs in it"),
         (["other.log", "swept"], "inputs must be of one kind, got log and sweep: plot them one after the other"),
+        (["good.log", "-o", "tau.pdf"], "tau.pdf must be a folder, or a file ending in .png, .svg, .csv, .json"),
         (["good.log", "-o", "good.log/x"], "good.log/x cannot be written (Not a directory): choose another"),
     ],
 )
