@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def info(as_json: bool) -> None:
-    """Show versions, devices, and which backend serves which operation."""
+    """Show versions, devices, and who serves which operation."""
     from ddtree.analysis.environment import backend_states, devices, gpu_timings, gpu_verification, how_to_get, versions
     from ddtree.backends import DEFAULT_ORDER
 
