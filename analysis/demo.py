@@ -28,7 +28,7 @@ from ddtree.protocols import DraftContext, Drafter, KVCache
 from ddtree.trees import chain_tree
 
 if TYPE_CHECKING:
-    from ddtree.analysis.figures import Drawing
+    from matplotlib.axes import Axes
 
 __all__ = ["FULL", "QUICK", "STAGES", "Check", "DrawnTree", "Findings", "Settings", "draw", "run_stage"]
 
@@ -270,27 +270,27 @@ STAGES: dict[str, Callable[[Settings], Findings]] = {
 """By name, in order."""
 
 
-def draw(settings: Settings, findings: dict[str, Findings]) -> dict[str, Drawing]:
+def draw(settings: Settings, findings: dict[str, Findings]) -> dict[str, Axes]:
     """The figures of what was found, by file name."""
     from ddtree.analysis.figures import draw_tree, plot_acceptance_by_depth, plot_tau_by_budget
 
-    drawings = {}
+    axes = {}
     for found in findings.values():
         suffix = "_synthetic.png" if found.synthetic else ".png"
         if found.sweep is not None:
-            drawing = drawings[f"tau_by_budget{suffix}"] = plot_tau_by_budget(found.sweep)
-            drawing.axes.set_title(f"{found.drafter}, L ≤ {settings.depth_limit}", fontsize=10)
+            ax = axes[f"tau_by_budget{suffix}"] = plot_tau_by_budget(found.sweep)
+            ax.set_title(f"{found.drafter}, L ≤ {settings.depth_limit}", fontsize=7)
         if found.by_depth is not None:
-            drawing = drawings[f"acceptance_by_depth{suffix}"] = plot_acceptance_by_depth(found.by_depth)
-            drawing.axes.set_title(f"{found.drafter}, node budget {settings.shown_budget}", fontsize=10)
+            ax = axes[f"acceptance_by_depth{suffix}"] = plot_acceptance_by_depth(found.by_depth)
+            ax.set_title(f"{found.drafter}, node budget {settings.shown_budget}", fontsize=7)
         if found.tree is not None:
             shown, row = found.tree.round, found.tree.row
             path = shown.acceptance.node_indices[row]
-            drawing = drawings["tree.png"] = draw_tree(shown.tree, row, path=path, labels=byte_label)
+            ax = axes["tree.png"] = draw_tree(shown.tree, row, path=path, labels=byte_label)
             bonus = byte_label(int(shown.acceptance.bonus_token_ids[row]))
             title = f"after “{found.tree.before}”: {shown.acceptance.lengths[row] - 1} drafts accepted, then {bonus}"
-            drawing.axes.set_title(title, fontsize=10, parse_math=False)
-    return drawings
+            ax.set_title(title, fontsize=7, parse_math=False)
+    return axes
 
 
 def byte_label(token: int) -> str:

@@ -13,18 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ddtree.analysis.progress import progress_bar
 from ddtree.analysis.trace import Trace, TraceWriter, open_trace
 from ddtree.arrays import to_numpy
 from ddtree.engine import Engine, Round
-from ddtree.protocols import DraftContext, Drafter, Target
+from ddtree.protocols import CachingTarget, DraftContext, Drafter, Target
 from ddtree.tokens import token_row
 from ddtree.trees import DraftTree, chain_tree
 
-__all__ = ["read_prompts", "record", "vocabulary_digest"]
+__all__ = ["read_prompts", "record", "record_trace", "vocabulary_digest"]
 
 
 def record(
-    target: Target,
+    target: Target | CachingTarget,
     drafter: Drafter,
     prompts: Sequence[ArrayLike],
     path: str | os.PathLike[str],
@@ -57,7 +58,7 @@ def record(
 
     Parameters
     ----------
-    target, drafter : Target, Drafter
+    target, drafter : Target or CachingTarget, Drafter
         The pair, as :class:`ddtree.Engine` takes them.
     prompts : sequence of array, int, shape (n,)
         Token ids of each prompt.
@@ -215,6 +216,50 @@ def _tokens_of(place: Path, prompt: Any, encode: Callable[[str], ArrayLike]) -> 
     if not tokens.size:
         raise ValueError(f"{place}: prompt must have one token or more, got none")
     return tokens
+
+
+def record_trace(
+    model: Any,
+    drafter: Drafter,
+    prompts: Any,
+    path: str | os.PathLike[str],
+    *,
+    attention_mask: Any = None,
+    stop_token_ids: Iterable[int] | None = None,
+    cache: str | Callable[[int], Any] = "dynamic",
+    **options: Any,
+) -> Trace:
+    """Record a Hugging Face model's continuations and what the drafter drafts at every position of them.
+
+    As :func:`record`, resumable, with a progress bar on stderr where that is a terminal.
+
+    Parameters
+    ----------
+    model, drafter, cache
+        As of :class:`ddtree.DDTreeDecoder`.
+    prompts, attention_mask, stop_token_ids
+        As of :meth:`ddtree.DDTreeDecoder.generate`.
+    path : str or os.PathLike
+        Folder of the trace.
+    **options
+        What else :func:`record` takes.
+
+    Returns
+    -------
+    Trace
+        The whole of it, open.
+    """
+    from ddtree.interop.huggingface import DDTreeDecoder
+
+    decoder = DDTreeDecoder(model, drafter, cache=cache)
+    rows = decoder.prompt_rows(prompts, attention_mask)
+    with progress_bar("recording", len(rows)) as show:
+        defaults: dict[str, Any] = {
+            "target_name": model.config.name_or_path or type(model).__name__,
+            "on_prompts": show,
+        }
+        stops = decoder.stop_token_ids if stop_token_ids is None else stop_token_ids
+        return record(decoder.target, drafter, rows, path, stop_token_ids=stops, **defaults | options)
 
 
 class _Keep:

@@ -1,7 +1,7 @@
 """ddtree: the laboratory for tree-structured speculative decoding.
 
-The operations (:mod:`ddtree.ops`) take NumPy, CuPy or torch arrays and return arrays of the same kind. Importing this
-package loads NumPy and nothing heavier: numba, CuPy, torch and matplotlib come with their first use.
+The operations (:mod:`ddtree.ops`) take NumPy, CuPy, torch or JAX arrays and return arrays of the same kind. Importing
+this package loads NumPy and nothing heavier: numba, CuPy, torch and matplotlib come with their first use.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ddtree.trees import Acceptance, DraftTree, chain_tree, tree_from_parents
 if TYPE_CHECKING:
     from ddtree.drafters import BlockDrafter, NgramDrafter, OracleDrafter
     from ddtree.engine import Engine, Generation, Round
+    from ddtree.interop.huggingface import DDTreeDecoder
     from ddtree.kdtr import KdtrError, KdtrFile, read_kdtr, write_kdtr
     from ddtree.model import DeepseekV3, load_model
     from ddtree.pair import load_pair, load_prompts
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "BlockDrafter": "ddtree.drafters",
+    "DDTreeDecoder": "ddtree.interop.huggingface",
     "DeepseekV3": "ddtree.model",
     "Engine": "ddtree.engine",
     "Generation": "ddtree.engine",
@@ -54,6 +56,7 @@ __all__ = [
     "Acceptance",
     "BackendUnavailable",
     "BlockDrafter",
+    "DDTreeDecoder",
     "DeepseekV3",
     "DraftTree",
     "Engine",

@@ -3,9 +3,9 @@
 Letters: B requests, L draft depth limit, K candidates a depth, N = 1 + budget node slots, W = ⌈N/32⌉, V vocabulary,
 H heads, C kv_lora_rank, R qk_rope_head_dim, S page size.
 
-**Arrays** may be NumPy, CuPy or torch, or anything with ``__dlpack__``; all of a call lie on one device and must be
-C-contiguous; results are of the kind that was given. Ids and indices are int32; int64 is accepted, range-checked and
-converted.
+**Arrays** may be NumPy, CuPy, torch or JAX, or anything with ``__dlpack__``; all of a call lie on one device and must
+be C-contiguous; results are of the kind that was given (what JAX has no type for stays as it is, see
+:func:`ddtree.arrays.export_array`). Ids and indices are int32; int64 is accepted, range-checked and converted.
 
 **backend** names who does the work: ``reference``, ``numba_cpu``, ``numba_cuda``, ``cupy``, or ``"module:object"`` of
 your own. Without it the arrays decide, in the order that ``ddtree info`` prints.

@@ -57,6 +57,7 @@ WITH_EXAMPLES = [
     "ddtree.analysis.rounds",
     "ddtree.analysis.speedup",
     "ddtree.drafters.oracle",
+    "ddtree.svg",
 ]
 
 
