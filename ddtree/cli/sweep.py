@@ -78,8 +78,8 @@ def sweep(
     """
     from rich.console import Console
 
-    from ddtree.analysis.figures import save
-    from ddtree.analysis.sweep import figures_of, policy_grid, write_sweep
+    from ddtree.analysis.figures import plot_sweep
+    from ddtree.analysis.sweep import policy_grid, write_sweep
     from ddtree.analysis.sweep import sweep as run_sweep
     from ddtree.analysis.trace import open_trace, shipped_trace
 
@@ -90,8 +90,7 @@ def sweep(
             table = run_sweep(opened, grid, executor, folder=out, max_new_tokens=max_new_tokens)
     except (ValueError, TypeError) as error:
         raise CannotRun(str(error)) from error
-    written = write_sweep(table, out)
-    written += [save(drawing, out / name) for name, drawing in figures_of(table).items()]
+    written = [*write_sweep(table, out), *plot_sweep(table, out)]
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
     console.print(_shown(table))
     for trace in opened:
