@@ -141,6 +141,17 @@ def test_a_choice_outside_a_sum_of_one_is_unlikely_but_not_impossible():
     assert row["log_loss"] == pytest.approx(23 * math.log(2))  # two candidates, half of a float32's last place each
 
 
+def test_temperature_of_a_drafter_that_was_sure_and_wrong():
+    """Its probabilities are 1 and 0 in float64, where the curvature is nothing, and one choice is the second."""
+    draft = np.array([[[0.0, -2000.0]]] * 10), np.array([[[3, 4]]] * 10)
+    chunk = chunk_of([[0, *[3] * 9, 4]], [draft])
+    row = calibration_table(chunk).records()[0]
+    cases = [(scores, came) for scores, came, _ in loop_cases(chunk, 0, "any path")]
+    assert row["fitted_log_loss"] == pytest.approx(np.mean([loss(s, c, 1 / row["temperature"]) for s, c in cases]))
+    for other in (0.5, 0.99, 1.01, 2.0):
+        assert np.mean([loss(s, c, other / row["temperature"]) for s, c in cases]) > row["fitted_log_loss"]
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("K", [12, 4])
 def test_temperature_is_recovered(temperature, K):
