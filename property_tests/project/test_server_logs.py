@@ -499,6 +499,8 @@ def test_plot_of_a_pipe_of_another_process(tmp_path):
         (["cut.log"], "speculative decoding, and 1 begin like one but are damaged"),
         (["folder"], "folder is a folder without sweep.json: name the logs in it"),
         (["other.log", "swept"], "inputs must be of one kind, got log and sweep: plot them one after the other"),
+        (["swept"], "swept/sweep.json: cells must be a list of rows"),
+        (["swept", "-o", "tau.png"], "tau.png must be a folder: the figures of a sweep are several files"),
         (["good.log", "-o", "tau.pdf"], "tau.pdf must be a folder, or a file ending in .png, .svg, .csv, .json"),
         (["good.log", "-o", "good.log/x"], "good.log/x cannot be written (Not a directory): choose another"),
     ],
