@@ -10,6 +10,7 @@ import pytest
 
 from ddtree.analysis.calibration import calibration_table, reliability_table
 from ddtree.analysis.choices import choices_of, chunks_of
+from ddtree.analysis.intervals import wilson_interval
 from ddtree.property_tests.project.made_traces import calibrated_chunk, chunk_of, random_chunk
 
 ROUNDING: dict[str, Any] = dict(rtol=1e-9, atol=1e-12)
@@ -122,6 +123,20 @@ def test_calibration_worked_by_hand():
     assert given["temperature"] == math.inf
     assert given["fitted_log_loss"] == pytest.approx(math.log(3))
     assert given["temperature_low"] is None
+
+
+def test_reliability_worked_by_hand():
+    # one depth, candidates of 0.75 and 0.125, four times; the choices are the first three times and the second once
+    draft = np.log([[[0.75, 0.125]]] * 4), np.array([[[7, 8]]] * 4)
+    chunk = chunk_of([[1, 7, 7, 7, 8]], [draft])
+    both = reliability_table(chunk, rank=None, bins=(0, 0.5, 1))
+    assert (both.n.tolist(), both.realised.tolist()) == ([4, 4], [0.25, 0.75])
+    np.testing.assert_allclose(both.expected, [0.125, 0.75], rtol=1e-6)  # float32 log-probs
+    assert both.error == pytest.approx(0.0625, abs=1e-6)  # (0.125 + 0) / 2
+    assert (both.low.tolist(), both.high.tolist()) == tuple(x.tolist() for x in wilson_interval([1, 3], [4, 4]))
+    sure = reliability_table(chunk_of([[1, 7]], [(np.zeros((1, 1, 1)), [[[7]]])]), bins=(0, 0.5, 1))
+    assert sure.n.tolist() == [0, 1]  # the last bin has its upper end too
+    assert math.isnan(sure.realised[0])
 
 
 def test_temperature_worked_by_hand():
