@@ -20,7 +20,7 @@ PLAIN_BLOCKS_A_PROCESSOR = 8
 
 # version 2
 ROWS, KEYS, LATENT, ROTATED = 64, 16, 512, 64
-SHARED = 92_544
+SHARED = 92_528
 """Bytes of shared memory a block, as the source states them."""
 GREATEST = float(np.finfo(np.float32).max)
 
