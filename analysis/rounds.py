@@ -14,9 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree.engine.records import Generation, Round
+from ddtree.reference.portable_math import portable_exp
 from ddtree.trees import Acceptance, DraftTree
 
 __all__ = ["RoundTable", "Rounds", "as_round_table", "concatenate_rounds", "round_rows", "round_table"]
+
+LEAST_SCORE = -1e3
+"""Any score from here down has the probability 0 in float64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,13 +173,23 @@ def round_rows(tree: DraftTree, kept: Acceptance, *, prompt: Any, position: Any,
         finished=kept.finished.astype(np.bool_),
         num_nodes=np.maximum(tree.node_counts - 1, 0).astype(np.int64),
         tested=depth.astype(np.int64) + (has_child[rows[:, 0], last] & ~kept.finished),
-        expected=1.0 + np.where(used, np.exp(np.where(used, tree.scores[:, 1:], -np.inf)), 0.0).sum(1),
+        expected=expected_tokens(np.where(used, tree.scores[:, 1:], -np.inf)),
         used_last_rank=np.asarray(tree.used_last_rank, np.bool_),
         node_indices=nodes.astype(np.int32),
         ranks=np.where(is_kept, tree.ranks[rows, nodes], -1).astype(np.int32),
         log_probs=np.where(is_kept, tree.scores[rows, nodes] - tree.scores[rows, above], np.nan),
     )
     return table.take(kept.lengths > 0)
+
+
+def expected_tokens(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """1 + Σ exp(score) of the drafted nodes, float64 (B, n) → (B,); −inf is no node.
+
+    Summed in the order of the nodes, by the exponential that every backend computes alike: so a compiled replay, or a
+    batch with more slots, gives the same bits.
+    """
+    mass = np.where(scores > -np.inf, portable_exp(np.maximum(scores, LEAST_SCORE)), 0.0)
+    return np.asarray(1.0 + np.cumsum(np.pad(mass, ((0, 0), (1, 0))), axis=1)[:, -1])
 
 
 def concatenate_rounds(tables: Iterable[RoundTable]) -> RoundTable:

@@ -1,7 +1,7 @@
 """ddtree: the laboratory for tree-structured speculative decoding.
 
-The operations (:mod:`ddtree.ops`) take NumPy, CuPy or torch arrays and return arrays of the same kind. Importing this
-package loads NumPy and nothing heavier: numba, CuPy, torch and matplotlib come with their first use.
+The operations (:mod:`ddtree.ops`) take NumPy, CuPy, torch or JAX arrays and return arrays of the same kind. Importing
+this package loads NumPy and nothing heavier: numba, CuPy, torch and matplotlib come with their first use.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ from ddtree.ops import (
 from ddtree.trees import Acceptance, DraftTree, chain_tree, tree_from_parents
 
 if TYPE_CHECKING:
-    from ddtree.drafters import NgramDrafter, OracleDrafter
+    from ddtree.drafters import BlockDrafter, NgramDrafter, OracleDrafter
     from ddtree.engine import Engine, Generation, Round
+    from ddtree.interop.huggingface import DDTreeDecoder
     from ddtree.kdtr import KdtrError, KdtrFile, read_kdtr, write_kdtr
     from ddtree.model import DeepseekV3, load_model
+    from ddtree.pair import load_pair, load_prompts
+    from ddtree.vocabulary import Vocabulary
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "BlockDrafter": "ddtree.drafters",
+    "DDTreeDecoder": "ddtree.interop.huggingface",
     "DeepseekV3": "ddtree.model",
     "Engine": "ddtree.engine",
     "Generation": "ddtree.engine",
@@ -39,7 +44,10 @@ _LAZY = {
     "NgramDrafter": "ddtree.drafters",
     "OracleDrafter": "ddtree.drafters",
     "Round": "ddtree.engine",
+    "Vocabulary": "ddtree.vocabulary",
     "load_model": "ddtree.model",
+    "load_pair": "ddtree.pair",
+    "load_prompts": "ddtree.pair",
     "read_kdtr": "ddtree.kdtr",
     "write_kdtr": "ddtree.kdtr",
 }
@@ -47,6 +55,8 @@ _LAZY = {
 __all__ = [
     "Acceptance",
     "BackendUnavailable",
+    "BlockDrafter",
+    "DDTreeDecoder",
     "DeepseekV3",
     "DraftTree",
     "Engine",
@@ -56,6 +66,7 @@ __all__ = [
     "NgramDrafter",
     "OracleDrafter",
     "Round",
+    "Vocabulary",
     "accept_tree",
     "build_tree",
     "chain_tree",
@@ -63,6 +74,8 @@ __all__ = [
     "compact_cache",
     "get_backend",
     "load_model",
+    "load_pair",
+    "load_prompts",
     "read_kdtr",
     "topk_log_probs",
     "tree_from_parents",

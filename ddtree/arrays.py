@@ -1,8 +1,9 @@
 """The common array interface: what kind of array something is, and the same memory as another kind.
 
-Nothing here imports CuPy or torch: a caller that passes such an array has imported them already. torch and foreign
-arrays (anything with ``__dlpack__``) become NumPy arrays where they lie on the CPU and CuPy arrays where they lie on a
-GPU, without a copy, and results go back the same way. bfloat16 is ``ml_dtypes.bfloat16`` on NumPy and CuPy arrays.
+Nothing here imports CuPy, torch or JAX: a caller that passes such an array has imported them already. torch's arrays
+and foreign ones (JAX's, and anything with ``__dlpack__``) become NumPy arrays where they lie on the CPU and CuPy arrays
+where they lie on a GPU, without a copy, and results go back the same way. bfloat16 is ``ml_dtypes.bfloat16`` on NumPy
+and CuPy arrays.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -62,10 +64,9 @@ def array_kind(array: Any) -> ArrayKind:
             return name  # type: ignore[return-value]
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__") and not isinstance(array, np.generic):
         return "dlpack"
-    raise TypeError(
-        "must be a NumPy, CuPy or torch array, or anything with __dlpack__, "
-        f"got {type(array).__name__}; pass numpy.asarray(...) of it"
-    )
+    got = type(array).__name__
+    hint = "call this outside of jit and grad" if got.endswith("Tracer") else "pass numpy.asarray(...) of it"
+    raise TypeError(f"must be a NumPy, CuPy or torch array, or anything with __dlpack__, got {got}; {hint}")
 
 
 def array_namespace(*arrays: Any) -> Any:
@@ -94,7 +95,10 @@ def device_of(array: Any) -> Device:
         return Device("cuda", int(array.device.id))
     if kind == "torch":
         return Device(str(array.device.type), int(array.device.index or 0))
-    code, index = array.__dlpack_device__()
+    try:
+        code, index = array.__dlpack_device__()
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"must be an array on one device, got {type(array).__name__}: {error}") from error
     if int(code) in _DLPACK_CPU:
         return Device("cpu", 0)
     return Device("cuda" if int(code) in _DLPACK_CUDA else f"dlpack-{int(code)}", int(index))
@@ -153,6 +157,8 @@ def import_array(array: Any) -> Any:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"must lie on the CPU or on a CUDA device, got {device}; move it with .cpu()")
     bfloat16 = kind == "torch" and dtype_name(array) == "bfloat16"
+    if kind == "dlpack" and device.type == "cpu" and hasattr(array, "__array__") and dtype_name(array) == "bfloat16":
+        return np.asarray(array)  # NumPy's DLPack has no bfloat16, but JAX shares its memory this way as well
     if kind == "torch":
         if array.requires_grad:
             raise TypeError("must not require gradients: these operations have none; pass tensor.detach()")
@@ -163,7 +169,7 @@ def import_array(array: Any) -> Any:
     library = np if device.type == "cpu" else _cupy()
     try:
         native = library.from_dlpack(array)
-    except (BufferError, RuntimeError, TypeError) as error:
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"cannot be shared through DLPack with {library.__name__}: {error}") from error
     if not bfloat16:
         return native
@@ -175,14 +181,31 @@ def import_array(array: Any) -> Any:
 def export_array(array: Any, like: Any) -> Any:
     """Return ``array`` (NumPy or CuPy) as the kind of array that ``like`` is, without a copy.
 
-    A foreign DLPack array's caller gets a NumPy or CuPy array, which that library can take in by ``from_dlpack``.
+    A library of the array API standard, such as JAX, takes the memory in by its ``from_dlpack``, and may copy what is
+    not aligned as it wants it. What it would turn into another type (float64, where JAX has that off) stays as it is,
+    and so does everything for a library with no more than ``__dlpack__``.
     """
-    if array_kind(like) != "torch":
+    kind = array_kind(like)
+    if kind == "dlpack":
+        return _as_foreign(array, like)
+    if kind != "torch":
         return array
     torch = sys.modules["torch"]
     if dtype_name(array) == "bfloat16":
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(array)
+
+
+def _as_foreign(array: Any, like: Any) -> Any:
+    namespace: Any = like.__array_namespace__() if hasattr(like, "__array_namespace__") else None
+    if not hasattr(namespace, "from_dlpack"):
+        return array
+    if dtype_name(array) == "bfloat16":  # no DLPack that is common to them has it
+        return namespace.asarray(array)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it would turn it into another type
+        foreign = namespace.from_dlpack(array)
+    return foreign if dtype_name(foreign) == dtype_name(array) else array
 
 
 def to_numpy(array: Any) -> np.ndarray[Any, Any]:

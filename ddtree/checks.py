@@ -52,7 +52,6 @@ class Call:
         named: dict[str, Any],
         record: DraftTree | Acceptance | None = None,
     ) -> None:
-        self.arrays: dict[str, Any] = {}
         self.dims: dict[str, int] = {}
         self.op = op
         expected = Acceptance if op == "compact_cache" else DraftTree
@@ -69,18 +68,13 @@ class Call:
                 if f.name not in ("max_depth", "num_candidates")
             }
         self.like = next(iter(named.values()))
-        devices: dict[str, Device] = {}
-        for name, array in everything.items():
-            try:
-                devices[name] = device_of(array)
-                self.arrays[name] = import_array(array)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{name} {error}") from error
+        devices: dict[str, Device] = _by_name(device_of, everything)
         first = next(iter(devices))
         self.device = devices[first]
         for name, device in devices.items():
             if device != self.device:
                 raise ValueError(f"{name} lies on {device} but {first} on {self.device}: move them to one device")
+        self.arrays = _by_name(import_array, everything)
         self.record = record and replace(
             record,
             **{
@@ -125,7 +119,7 @@ class Call:
                 f"for shape {tuple(array.shape)}; pass a contiguous copy"
             )
         if written and not getattr(array.flags, "writeable", True):
-            raise ValueError(f"{name} must be writable, got a read-only array")
+            raise ValueError(f"{name} must be writable, got a read-only array: pass a copy that may be written")
 
     def check_apart(self, name: str, *others: str) -> None:
         """What is written must not be what is read."""
@@ -175,6 +169,17 @@ class Call:
         with use_stream_of(self.like):
             result = launch(op)
             return _map_result(result, lambda a: export_array(import_array(a), self.like))
+
+
+def _by_name(function: Callable[[Any], Any], named: dict[str, Any]) -> dict[str, Any]:
+    """``function`` of each array; what it says of one begins with the array's name."""
+    results = {}
+    for name, array in named.items():
+        try:
+            results[name] = function(array)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name} {error}") from error
+    return results
 
 
 def _torch_like(device: Device) -> Any:

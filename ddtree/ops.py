@@ -3,9 +3,9 @@
 Letters: B requests, L draft depth limit, K candidates a depth, N = 1 + budget node slots, W = ⌈N/32⌉, V vocabulary,
 H heads, C kv_lora_rank, R qk_rope_head_dim, S page size.
 
-**Arrays** may be NumPy, CuPy or torch, or anything with ``__dlpack__``; all of a call lie on one device and must be
-C-contiguous; results are of the kind that was given. Ids and indices are int32; int64 is accepted, range-checked and
-converted.
+**Arrays** may be NumPy, CuPy, torch or JAX, or anything with ``__dlpack__``; all of a call lie on one device and must
+be C-contiguous; results are of the kind that was given (what JAX has no type for stays as it is, see
+:func:`ddtree.arrays.export_array`). Ids and indices are int32; int64 is accepted, range-checked and converted.
 
 **backend** names who does the work: ``reference``, ``numba_cpu``, ``numba_cuda``, ``cupy``, or ``"module:object"`` of
 your own. Without it the arrays decide, in the order that ``ddtree info`` prints.
@@ -284,7 +284,7 @@ def verify_attention(
     q : array, float16, bfloat16, float32 or float64, shape (B, N, H, C + R)
         Absorbed queries: latent part first, rotated part last.
     kv_cache : array, the type of q, shape (pages, S, C + R)
-        One layer of the cache. Rows that no node sees may hold anything, NaN included.
+        One layer of the cache. Rows that a node does not see may hold anything for it, NaN and infinities included.
     page_table : array, int32, shape (B, max_pages)
         Row r of request b is row ``r % S`` of page ``page_table[b, r // S]``. Only pages of rows in use are read.
     prefix_lens : array, int32, shape (B,)

@@ -7,6 +7,7 @@ function of the same name in :mod:`ddtree.ops`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,11 +18,14 @@ __all__ = [
     "AcceptTree",
     "Array",
     "BuildTree",
+    "CachingTarget",
     "ChooseTokens",
     "CompactCache",
     "DraftContext",
     "Drafter",
     "KVCache",
+    "Policy",
+    "RequestCache",
     "Target",
     "TargetOutput",
     "TopkLogProbs",
@@ -155,13 +159,45 @@ class TargetOutput:
     Attributes
     ----------
     logits : array, float, shape (B, N, V)
-        Scores of the token after each node; anything in unused slots.
+        Scores of the token after each node; anything in unused slots. The last slots may be left out where no request
+        uses them.
     hidden_states : dict of int to array, float, shape (B, N, hidden_size)
         Of the layers asked for: 0 is the embedding, i the output of layer i (counting from 1).
     """
 
     logits: Any
     hidden_states: dict[int, Any] = field(default_factory=dict)
+
+
+class RequestCache(Protocol):
+    """The cache of one generation, as the engine uses it: pages of an array, or what a target keeps itself."""
+
+    @property
+    def like(self) -> Any:
+        """An array of the cache, or any other on its device: what the rounds work on is of its kind and lies there."""
+        ...
+
+    def view(self, requests: Sequence[int], prefix_lens: Any, window: Any) -> Any:
+        """Return what ``Target.forward`` is given as its cache: an object with ``prefix_lens`` as :class:`KVCache`.
+
+        Parameters
+        ----------
+        requests : sequence of int
+            The requests of the batch, in order. Each was in the last view, which had no other order.
+        prefix_lens : array, int32, shape (B,)
+            Committed rows of each request.
+        window : int or array, int32, shape (B,)
+            Rows that are about to be written behind them.
+        """
+        ...
+
+    def compact(self, view: Any, acceptance: Acceptance) -> None:
+        """Move the accepted rows of the last pass, over ``view``, up behind each prefix."""
+        ...
+
+    def release(self, request: int) -> None:
+        """Take back what a finished request holds; it is in no later view."""
+        ...
 
 
 class Target(Protocol):
@@ -192,6 +228,32 @@ class Target(Protocol):
         last_only : bool
             Logits of each request's last node alone, shape (B, 1, V), for a prefill.
         """
+        ...
+
+
+@runtime_checkable
+class CachingTarget(Protocol):
+    """A target that keeps its cache itself: :class:`Target` with ``open_cache`` in place of ``new_cache``."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V; every token id lies in 0 … V − 1."""
+        ...
+
+    def open_cache(self, most_rows: list[int]) -> RequestCache:
+        """Return an empty cache for one generation.
+
+        Parameters
+        ----------
+        most_rows : list of int
+            The most rows that each request needs, one entry a request, those of its last tree included.
+        """
+        ...
+
+    def forward(
+        self, tree: DraftTree, cache: Any, *, hidden_layers: tuple[int, ...] = (), last_only: bool = False
+    ) -> TargetOutput:
+        """Return the logits after each node; ``cache`` is what ``view`` of the open cache returned."""
         ...
 
 
@@ -235,3 +297,21 @@ class Drafter(Protocol):
     """
 
     def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[Any, Any]: ...
+
+
+class Policy(Protocol):
+    """Which tree is made of a draft: ``policy(log_probs, token_ids, root_token_ids, prefix_lens) -> DraftTree``.
+
+    The arguments are a draft as :func:`ddtree.build_tree` takes it, float32 and int32 (B, L, K), each request's last
+    committed token, int32 (B,), and its committed cache rows, int32 (B,). The tree has N ≤ 1 + ``budget`` slots, its
+    nodes are candidates of the draft with the ranks and scores of :class:`ddtree.DraftTree`, and may be fewer in any
+    request. A request's tree follows from its own row of the arguments, whoever else is in the batch. A policy decides
+    how many tokens a round emits, never which. See :mod:`ddtree.policies`.
+    """
+
+    @property
+    def budget(self) -> int:
+        """The most nodes of a tree besides the root."""
+        ...
+
+    def __call__(self, log_probs: Any, token_ids: Any, root_token_ids: Any, prefix_lens: Any) -> DraftTree: ...

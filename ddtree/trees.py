@@ -6,7 +6,7 @@ Both records hold arrays of one kind (NumPy, CuPy, or a torch tensor at the publ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -76,9 +76,12 @@ class DraftTree:
     @property
     def visibility(self) -> Any:
         """``visibility_words`` as bool (B, N, N), made on demand: B · N² bytes (1 GB at B = N = 1,024)."""
-        from ddtree.arrays import array_namespace
+        from ddtree.arrays import array_kind, array_namespace, export_array, import_array
 
-        xp, words = array_namespace(self.visibility_words), self.visibility_words
+        words = self.visibility_words
+        if array_kind(words) == "dlpack":
+            return export_array(replace(self, visibility_words=import_array(words)).visibility, words)
+        xp = array_namespace(words)
         columns = np.arange(self.num_slots)
         if xp.__name__ == "torch":
             words = words.view(xp.int32)  # torch can hold unsigned words but not index or shift them

@@ -9,8 +9,20 @@ import pytest
 from hypothesis import event, given
 
 from ddtree import reference
+from ddtree.costs import CostModel
 from ddtree.drafters import NgramDrafter, NoiseLaw, OracleDrafter
-from ddtree.engine import STAGES, Engine, NonFiniteLogitsError, Round, ScriptedTarget
+from ddtree.engine import STAGES, Emission, Engine, NonFiniteLogitsError, Round, ScriptedTarget
+from ddtree.policies import (
+    all_children,
+    chain,
+    confidence,
+    cost_aware,
+    fixed_budget,
+    limited,
+    policy_name,
+    spine_first,
+    static_tree,
+)
 from ddtree.property_tests.compare import assert_close, assert_same
 from ddtree.property_tests.targets import (
     DRAFTERS,
@@ -98,6 +110,53 @@ def test_drafting_gives_the_autoregressive_tokens(
     if actual.tau is not None:
         event("drafts accepted" if actual.tau > 1 else "nothing accepted")
         assert kind != "hostile" or actual.tau == 1.0
+
+
+class LeastLikelyPolicy:
+    """Of every depth the last candidates, in a different number each round: mostly what nobody would choose."""
+
+    budget = 6
+
+    def __call__(self, log_probs, token_ids, root_token_ids, prefix_lens):
+        K = log_probs.shape[2]
+        paths = [(K - 1,) * d for d in range(1, 4)] + ([(0,)] if K > 1 else [])
+        return static_tree(paths[: int(prefix_lens.max()) % 5])(log_probs, token_ids, root_token_ids, prefix_lens)
+
+
+class RootAlone:
+    budget = 3
+
+    def __call__(self, log_probs, token_ids, root_token_ids, prefix_lens):
+        return chain_tree(root_token_ids[:, None])
+
+
+COSTS = CostModel(np.array([0, 4, 40]), np.array([0, 64]), np.array([[1.0, 1.1, 4.0], [2.0, 2.1, 9.0]]))
+POLICIES = [
+    fixed_budget(6), confidence(12, 0.05), cost_aware(9, COSTS), chain(3), all_children(7, 2), spine_first(5),
+    static_tree([(0,), (1,), (0, 0), (1, 1)]), limited(fixed_budget(8), depth=2, topk=2), LeastLikelyPolicy(),
+    RootAlone(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
+@given(
+    kind=st.sampled_from(list(DRAFTERS)),
+    prompts=PROMPTS,
+    seed=st.integers(0, 2**32),
+    max_new_tokens=st.integers(1, 14),
+    stops=st.lists(TOKENS, max_size=1),
+    sampling=SAMPLINGS,
+)
+def test_policy_changes_no_token(engine_backend, policy, kind, prompts, seed, max_new_tokens, stops, sampling):
+    target, options = AttentionTarget(seed % 5), {"seed": seed, **sampling}
+    expected = autoregressive(target, prompts, max_new_tokens, stops, **options)
+    drafter = DRAFTERS[kind](expected.tokens, seed)
+    engine = engine_on(target, drafter, depth=3, topk=4, policy=policy, backend=engine_backend.backend)
+    assert engine.budget == policy.budget
+    actual = engine.generate(prompts, max_new_tokens, stops, **options)
+    assert_same_tokens(actual, expected)
+    assert_accounts(actual)
+    event("drafts accepted" if actual.tau is not None and actual.tau > 1 else "nothing accepted")
 
 
 @given(prompts=PROMPTS, seed=st.integers(0, 2**32), sampling=SAMPLINGS)
@@ -404,6 +463,112 @@ def test_pages_of_a_finished_request_go_to_those_that_run_on(page_size):
     assert_same(generation.tokens[0], tokens[0][:20])
     before, after = set(target.passes[0][1][1]), set(target.passes[-1][1][0])
     assert (before & after != set()) == (page_size < 64)  # at 64 rows a page, the first is enough
+
+
+@pytest.mark.parametrize("mode", ["tree", "chain", "autoregressive"])
+def test_a_stream_yields_what_a_generation_has_as_soon_as_it_is_committed(mode):
+    prompts, stop = [[1, 2, 3], [5], [4, 4]], [6]
+    target = PageWatch()
+    engine = engine_on(target, RandomDrafter(2), depth=3, budget=6)
+    told: list[Emission] = []
+    whole = engine.generate(prompts, 12, stop, mode=mode, temperature=0.9, seed=3, on_emission=told.append)
+    target.passes.clear()
+    stream = engine.stream(prompts, 12, stop, mode=mode, temperature=0.9, seed=3)
+    assert target.passes == []
+    emissions = []
+    for emission in stream:
+        emissions.append(emission)
+        steps = 1 + max(sum(e.request_id == r for e in emissions) for r in range(3))
+        assert len(target.passes) <= steps  # none is run ahead
+    for request, tokens in enumerate(whole.tokens):
+        own = [e for e in emissions if e.request_id == request]
+        assert_same(np.concatenate([e.token_ids for e in own]), tokens)
+        assert [e.finish_reason for e in own] == [None] * (len(own) - 1) + [whole.finish_reasons[request]]
+        assert [len(e.token_ids) for e in own] == [1, *whole.tokens_per_round[request]]
+    assert [(e.request_id, e.token_ids.tolist()) for e in told] == [
+        (e.request_id, e.token_ids.tolist()) for e in emissions
+    ]
+
+
+def test_a_stream_checks_its_arguments_before_it_is_read():
+    with pytest.raises(ValueError, match=r"max_new_tokens must be in 1 … \d+, got 0"):
+        scripted().stream([TEXT[:5]], 0)
+    assert list(scripted().stream([], 4)) == []
+
+
+class UsedSlotsTarget(AttentionTarget):
+    """Leaves out the logits of the last slots where no request uses them, or of one more than that."""
+
+    def __init__(self, too_many=0):
+        super().__init__()
+        self.too_many = too_many
+
+    def forward(self, tree, cache, *, last_only=False, **options):
+        output = super().forward(tree, cache, last_only=last_only, **options)
+        if not last_only:
+            output.logits = np.ascontiguousarray(output.logits[:, : tree.node_counts.max() - self.too_many])
+        return output
+
+
+def test_a_target_may_leave_out_the_slots_that_no_request_uses():
+    prompts = [[1, 2, 3], [5]]
+    expected = autoregressive(AttentionTarget(), prompts, 20, temperature=0.7)
+    generation = engine_on(UsedSlotsTarget(), RandomDrafter(1), budget=9).generate(prompts, 20, temperature=0.7)
+    assert_same_tokens(generation, expected)
+    assert_accounts(generation)
+    assert any((record.tree.node_counts < 10).all() for record in generation.rounds)
+    with pytest.raises(ValueError, match=r"target.forward must return logits of shape \(2, 10, 11\), got \(2, \d, 1"):
+        engine_on(UsedSlotsTarget(1), RandomDrafter(1), budget=9).generate(prompts, 20)
+
+
+class OwnCacheTarget:
+    """Keeps its cache itself: one page a request, of another target's array."""
+
+    vocab_size = VOCABULARY
+
+    def __init__(self):
+        self.inner, self.events = AttentionTarget(), []
+
+    def open_cache(self, most_rows):
+        self.events.append(("open", most_rows))
+        return OwnCache(self)
+
+    def forward(self, tree, cache, **options):
+        return self.inner.forward(tree, cache.pages, **options)
+
+
+class OwnCache:
+    """One page a request, for the batch that is in view."""
+
+    def __init__(self, target):
+        self.target, self.like, self.data = target, np.zeros(0), target.inner.new_cache(4, 64)
+
+    def view(self, requests, prefix_lens, window):
+        self.prefix_lens = prefix_lens
+        self.pages = KVCache(self.data, np.array(requests, np.int32)[:, None], prefix_lens)
+        return self
+
+    def compact(self, view, acceptance):
+        reference.compact_cache(self.data, self.pages.page_table, self.prefix_lens, acceptance)
+
+    def release(self, request):
+        self.target.events.append(("release", request))
+
+
+def test_a_target_may_keep_its_cache_itself():
+    prompts, target = [[1, 2, 3], [5], [4, 4]], OwnCacheTarget()
+    expected = autoregressive(AttentionTarget(), prompts, 20, [6])
+    generation = engine_on(target, RandomDrafter(4), depth=3, budget=6).generate(prompts, 20, [6])
+    assert_same_tokens(generation, expected)
+    assert target.events[0] == ("open", [len(prompt) + 20 + 1 + 6 for prompt in prompts])
+    assert sorted(target.events[1:]) == [("release", 0), ("release", 1), ("release", 2)]
+
+
+def test_a_drafter_of_a_larger_vocabulary_is_refused():
+    with pytest.raises(
+        ValueError, match="drafter OracleDrafter has a vocabulary of 51 tokens and the target one of 50"
+    ):
+        scripted(OracleDrafter([TEXT], 51))
 
 
 def test_no_prompts_give_an_empty_generation():

@@ -126,12 +126,35 @@ def test_an_additive_mask_is_0_where_a_node_sees(N, dtype):
     assert interop.additive_mask(tree, prefixes, dtype="float32").shape[-1] == max(PREFIXES) + N
 
 
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 40])
+@pytest.mark.parametrize("tree_column", [None, 129, 140])
+def test_an_additive_mask_of_a_window_shows_the_last_positions_alone(tree_column, window):
+    N = 33
+    tree, prefixes = random_trees(N), np.array(PREFIXES, np.int32)
+    mask = interop.additive_mask(tree, prefixes, dtype="float64", tree_column=tree_column, window=window)
+    assert mask.shape == (4, 1, N, (max(PREFIXES) if tree_column is None else tree_column) + N)
+    for b, prefix in enumerate(PREFIXES):
+        for i in range(tree.node_counts[b]):
+            position = prefix + int(tree.depths[b, i])
+            first = -1 if window is None else position - window  # the last position that is out of sight
+            nodes = [j for j in sorted(seen(tree, b, i)) if prefix + int(tree.depths[b, j]) > first]
+            root = prefix if tree_column is None else tree_column
+            columns = [c for c in range(prefix) if c > first] + [root + j for j in nodes]
+            assert np.flatnonzero(mask[b, 0, i] == 0).tolist() == columns
+
+
 def test_arguments_that_no_mask_can_be_made_of_are_refused():
     tree = random_trees(7)
     with pytest.raises(ValueError, match=r"columns must be at least 136, the greatest prefix_len \+ N, got 9"):
         interop.additive_mask(tree, np.array(PREFIXES), dtype="float32", columns=9)
     with pytest.raises(ValueError, match="dtype must be float16, bfloat16, float32 or float64, got int32"):
         interop.additive_mask(tree, np.array(PREFIXES), dtype="int32")
+    with pytest.raises(ValueError, match="tree_column must be at least 129, the greatest prefix_len, got 128"):
+        interop.additive_mask(tree, np.array(PREFIXES), dtype="float32", tree_column=128)
+    with pytest.raises(ValueError, match=r"columns must be at least 137, tree_column \+ N, got 136"):
+        interop.additive_mask(tree, np.array(PREFIXES), dtype="float32", tree_column=130, columns=136)
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+        interop.additive_mask(tree, np.array(PREFIXES), dtype="float32", window=0)
     for prefixes in (np.array([1, 2]), np.array([1, 2, -3, 4]), np.array([0.5] * 4)):
         with pytest.raises(ValueError, match=r"prefix_lens must be integers >= 0 of shape \(4,\)"):
             interop.flat_masks(tree, prefixes)

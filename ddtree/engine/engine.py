@@ -6,7 +6,7 @@ Letters: B requests running, L draft depth limit, K candidates a depth, N = 1 + 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -14,12 +14,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddtree.arrays import array_kind, array_namespace, dtype_name, import_array, to_numpy, use_stream_of
+from ddtree.arrays import array_namespace, dtype_name, import_array, to_numpy, use_stream_of
 from ddtree.backends import get_backend
-from ddtree.checks import CACHE_INTS, FLOATS, INT32_MAX, integer, real
-from ddtree.engine.records import STAGES, FinishReason, Generation, Round
-from ddtree.ops import accept_tree, build_tree, choose_tokens, compact_cache, tree_positions
-from ddtree.protocols import DraftContext, Drafter, KVCache, Target, TargetOutput
+from ddtree.checks import INT32_MAX, integer, real
+from ddtree.engine.cache import PagedCache
+from ddtree.engine.records import STAGES, Emission, FinishReason, Generation, Round
+from ddtree.ops import accept_tree, build_tree, choose_tokens, tree_positions
+from ddtree.policies import check_policy_tree, policy_name
+from ddtree.protocols import CachingTarget, DraftContext, Drafter, Policy, RequestCache, Target, TargetOutput
 from ddtree.tokens import token_row
 from ddtree.trees import Acceptance, DraftTree, chain_tree
 
@@ -38,24 +40,27 @@ class Engine:
 
     Parameters
     ----------
-    target : Target
+    target : Target or CachingTarget
         The model whose tokens come out. Its cache's kind of array (NumPy, CuPy) is the one that the rounds work on.
     drafter : Drafter, optional
         Proposes tokens; it changes how fast tokens come, never which. Not needed for ``mode="autoregressive"``.
     depth : int
         L, the most tokens a path of the tree holds besides the root: 0 and up.
-    budget : int
-        Nodes of a tree besides the root: 0 and up.
+    budget : int, optional
+        Nodes of a tree besides the root: 0 and up; 16 if left out. With a policy it is the policy's, and left out.
     topk : int, optional
         K, the most candidates that a drafter may give a depth: 1 … V. By default min(budget, V), at least 1: with
         that many, the tree is optimal over the whole vocabulary.
+    policy : Policy, optional
+        Which tree is made of a draft, see :mod:`ddtree.policies`; by default the ``budget`` likeliest paths. It counts
+        in ``mode="tree"``.
     backend : str, optional
-        Who does the operations; see :mod:`ddtree.ops`. By default the arrays decide.
+        Who does the operations; see :mod:`ddtree.ops`. By default the arrays decide. A policy's own are the policy's.
     page_size : int
         S, rows of a cache page.
     max_context : int, optional
-        The most tokens, prompt and new ones, that a request may have; no limit if left out. Nodes that are drafted
-        beyond it have positions up to L higher, and are never committed.
+        The most tokens, prompt and new ones, that a request may have; if left out the target's ``max_context``, if it
+        has one. Nodes that are drafted beyond it have positions up to L higher, and are never committed.
 
     Examples
     --------
@@ -70,12 +75,13 @@ class Engine:
 
     def __init__(
         self,
-        target: Target,
+        target: Target | CachingTarget,
         drafter: Drafter | None = None,
         *,
         depth: int = 7,
-        budget: int = 16,
+        budget: int | None = None,
         topk: int | None = None,
+        policy: Policy | None = None,
         backend: str | None = None,
         page_size: int = 16,
         max_context: int | None = None,
@@ -86,15 +92,33 @@ class Engine:
         self.vocab_size = integer("target.vocab_size", target.vocab_size, 1, INT32_MAX)
         if drafter is not None and not callable(drafter):
             raise TypeError(f"drafter must be callable as (context, depth, topk), got {type(drafter).__name__}")
+        # a smaller vocabulary may be the same one, which models pad to a rounder size
+        drafted = getattr(drafter, "vocab_size", 0)
+        if drafted > self.vocab_size:
+            raise ValueError(
+                f"drafter {_name(drafter)} has a vocabulary of {drafted} tokens and the target one of "
+                f"{self.vocab_size}: pass a drafter of the target's vocabulary"
+            )
         self.drafter = drafter
         self.depth = integer("depth", depth, 0, INT32_MAX - 1)
-        self.budget = integer("budget", budget, 0, INT32_MAX - 1)
+        if policy is not None:
+            if not callable(policy) or not hasattr(policy, "budget"):
+                raise TypeError(
+                    "policy must be callable as (log_probs, token_ids, root_token_ids, prefix_lens) and have a budget, "
+                    f"got {type(policy).__name__}"
+                )
+            if budget is not None:
+                raise ValueError(f"budget must be left out with a policy, whose own counts, got {budget!r}")
+            budget = integer(f"budget of policy {policy_name(policy)}", policy.budget, 0, INT32_MAX - 1)
+        self.policy = policy
+        self.budget = integer("budget", 16 if budget is None else budget, 0, INT32_MAX - 1)
         topk = max(1, min(self.budget, self.vocab_size)) if topk is None else topk
         self.topk = integer("topk", topk, 1, self.vocab_size, "the vocabulary size")
         if backend is not None:
             get_backend(backend)  # a wrong name is met here, not in the middle of a round
         self.backend = backend
         self.page_size = integer("page_size", page_size, 1, INT32_MAX)
+        max_context = getattr(target, "max_context", None) if max_context is None else max_context
         self.max_context = None if max_context is None else integer("max_context", max_context, 1, INT32_MAX)
 
     def generate(
@@ -109,6 +133,7 @@ class Engine:
         mode: Mode = "tree",
         request_ids: Iterable[int] | None = None,
         on_round: Callable[[Round], None] | None = None,
+        on_emission: Callable[[Emission], None] | None = None,
     ) -> Generation:
         """Continue each prompt: the same tokens in every mode, with any drafter and in any batch.
 
@@ -133,6 +158,8 @@ class Engine:
             messages name a request by that index always.
         on_round : callable, optional
             Called with each :class:`Round` once it is committed.
+        on_emission : callable, optional
+            Called with each :class:`Emission`: the tokens of one request, as soon as they are committed.
 
         Returns
         -------
@@ -145,6 +172,70 @@ class Engine:
         NonFiniteLogitsError
             The target's logits after a committed token were unusable: request and position are named.
         """
+        run = self._begin(prompts, max_new_tokens, stop_token_ids, temperature, top_p, seed, mode, request_ids)
+        rounds = []
+        for record in run.steps():
+            if on_emission is not None:
+                for emission in run.emissions:
+                    on_emission(emission)
+            if record is not None:
+                rounds.append(record)
+                if on_round is not None:
+                    on_round(record)
+        return Generation(
+            tokens=[sequence.new_tokens for sequence in run.sequences],
+            finish_reasons=[sequence.finish_reason for sequence in run.sequences],
+            rounds=rounds,
+            tokens_per_round=[np.array(sequence.tokens_per_round, np.int32) for sequence in run.sequences],
+            seconds=run.seconds,
+        )
+
+    def stream(
+        self,
+        prompts: Iterable[ArrayLike],
+        max_new_tokens: int,
+        stop_token_ids: Iterable[int] = (),
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        mode: Mode = "tree",
+        request_ids: Iterable[int] | None = None,
+    ) -> Iterator[Emission]:
+        """Continue each prompt, and yield tokens as they are committed: a round's at once, request by request.
+
+        The arguments are those of :meth:`generate`, and are checked before this returns. A caller who needs no more
+        may stop iterating: no round is run ahead.
+
+        Yields
+        ------
+        Emission
+            The tokens that one request has emitted since its last one; the last has its finish reason.
+
+        Examples
+        --------
+        >>> from ddtree.drafters import NgramDrafter
+        >>> from ddtree.engine import ScriptedTarget
+        >>> text = np.arange(40) % 10
+        >>> engine = Engine(ScriptedTarget([text], vocab_size=10), NgramDrafter(), depth=2, budget=2)
+        >>> [emission.token_ids.tolist() for emission in engine.stream([text[:20]], 6)]
+        [[0], [1, 2, 3], [4, 5]]
+        """
+        run = self._begin(prompts, max_new_tokens, stop_token_ids, temperature, top_p, seed, mode, request_ids)
+        return (emission for _ in run.steps() for emission in run.emissions)
+
+    def _begin(
+        self,
+        prompts: Iterable[ArrayLike],
+        max_new_tokens: int,
+        stop_token_ids: Iterable[int],
+        temperature: float,
+        top_p: float,
+        seed: int,
+        mode: Mode,
+        request_ids: Iterable[int] | None,
+    ) -> _Run:
+        """Check the arguments of a generation, and open it."""
         tokens, max_new_tokens = self._checked_prompts(prompts, max_new_tokens)
         stops = [
             integer(f"stop_token_ids[{i}]", token, 0, self.vocab_size - 1, "the vocabulary")
@@ -159,31 +250,14 @@ class Engine:
         if len(keys) != len(tokens):
             raise ValueError(f"request_ids must have one entry a prompt, {len(tokens)}, got {len(keys)}")
         keys = [integer(f"request_ids[{i}]", key, 0, 2**63 - 1) for i, key in enumerate(keys)]
-        if not tokens:
-            return Generation([], [], seconds=dict.fromkeys(STAGES, 0.0))
-
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "backend": self.backend}
-        run = _Run(self, plan, tokens, max_new_tokens, stops, keys, sampling)
-        rounds = []
-        with use_stream_of(run.kv_cache):
-            run.prefill()
-            while run.active:
-                rounds.append(run.round())
-                if on_round is not None:
-                    on_round(rounds[-1])
-        return Generation(
-            tokens=[sequence.new_tokens for sequence in run.sequences],
-            finish_reasons=[sequence.finish_reason for sequence in run.sequences],
-            rounds=rounds,
-            tokens_per_round=[np.array(sequence.tokens_per_round, np.int32) for sequence in run.sequences],
-            seconds=run.seconds,
-        )
+        return _Run(self, plan, tokens, max_new_tokens, stops, keys, sampling)
 
     def _plan(self, mode: Mode) -> _Plan:
         plans = {
-            "tree": _Plan(self.depth, self.budget, self.topk),
-            "chain": _Plan(self.depth, self.depth, 1),
-            "autoregressive": _Plan(0, 0, 1),
+            "tree": _Plan(self.depth, self.budget, self.topk, self.policy),
+            "chain": _Plan(self.depth, self.depth, 1, None),
+            "autoregressive": _Plan(0, 0, 1, None),
         }
         if mode not in plans:
             raise ValueError(f"mode must be one of {', '.join(map(repr, plans))}, got {mode!r}")
@@ -215,6 +289,7 @@ class _Plan(NamedTuple):
     depth: int
     budget: int
     topk: int
+    policy: Policy | None
 
 
 class _Sequence:
@@ -251,27 +326,6 @@ class _Sequence:
         self.length += len(tokens)
 
 
-class _Pages:
-    """Who owns which cache pages: handed out as a request grows, and back on the free list when it is finished."""
-
-    def __init__(self, most_rows: Sequence[int], page_size: int) -> None:
-        most = [-(-rows // page_size) for rows in most_rows]
-        self.page_size = page_size
-        self.count = sum(most)
-        self.free = list(reversed(range(self.count)))
-        self.table = np.zeros((len(most), max(most, default=0)), np.int32)
-        self.owned = [0] * len(most)
-
-    def reserve(self, request: int, rows: int) -> None:
-        while self.owned[request] * self.page_size < rows:
-            self.table[request, self.owned[request]] = self.free.pop()
-            self.owned[request] += 1
-
-    def release(self, request: int) -> None:
-        self.free.extend(self.table[request, : self.owned[request]].tolist())
-        self.owned[request] = 0
-
-
 class _Run:
     """One call of ``generate`` under way: what is committed, the cache, and who is still running."""
 
@@ -288,21 +342,40 @@ class _Run:
         self.engine, self.plan, self.sampling = engine, plan, sampling
         self.sequences = [_Sequence(prompt, max_new_tokens) for prompt in prompts]
         self.active = list(range(len(prompts)))
-        # The last round may begin one token before the end, and its tree stands behind that.
-        self.pages = _Pages([len(p) + max_new_tokens + 1 + plan.budget for p in prompts], engine.page_size)
-        self.kv_cache = _checked_cache(
-            engine.target.new_cache(self.pages.count, engine.page_size), self.pages.count, engine.page_size
-        )
-        self.xp = array_namespace(self.kv_cache)
-        self.stops, self.stop_set = self.xp.asarray(np.array(stops, np.int32)), frozenset(stops)
+        self.stop_set = frozenset(stops)
         self.keys = np.array(keys, np.int64)
-        drafts = plan.depth > 0 and plan.budget > 0
+        # a policy is shown every draft, even one that drafts nothing of it
+        drafts = plan.depth > 0 and (plan.budget > 0 or plan.policy is not None)
         self.drafter = engine.drafter if drafts else None
         self.hidden_layers = tuple(getattr(self.drafter, "hidden_layers", ()))
         self.hidden_states: dict[int, dict[int, Any]] = {}
         self.began: list[int] = []
         self.ended: list[int] = []
+        self.emissions: list[Emission] = []  # of the last step
         self.seconds = dict.fromkeys(STAGES, 0.0)
+        if prompts:
+            # The last round may begin one token before the end, and its tree stands behind that.
+            self.cache = self._open_cache([len(p) + max_new_tokens + 1 + plan.budget for p in prompts])
+            self.xp = array_namespace(import_array(self.cache.like))
+            self.stops = self.xp.asarray(np.array(stops, np.int32))
+
+    def _open_cache(self, most_rows: list[int]) -> RequestCache:
+        """The target's own cache, if it keeps one, or pages of its array."""
+        engine, target = self.engine, self.engine.target
+        if isinstance(target, CachingTarget):
+            return target.open_cache(most_rows)
+        return PagedCache(target, most_rows, engine.page_size, engine.backend)
+
+    def steps(self) -> Iterator[Round | None]:
+        """Run to the end: the prefill, which is no round (None), then each round. ``emissions`` are a step's tokens."""
+        if self.active:
+            with use_stream_of(self.cache.like):
+                self.prefill()
+            yield None
+        while self.active:
+            with use_stream_of(self.cache.like):
+                record = self.round()
+            yield record
 
     def prefill(self) -> None:
         """Run the prompts and commit the token after each: no round of its own."""
@@ -313,7 +386,7 @@ class _Run:
             row[: len(prompt)] = prompt
         with self._timed("prefill"):
             tree = _converted(chain_tree(padded, lens), self._native)
-            cache = self._cache(np.zeros_like(lens), lens)
+            cache = self.cache.view(self.active, np.zeros_like(lens), lens)
             output = self._forward(tree, cache, last_only=True)
             choices = to_numpy(self._choose(output.logits, self.xp.asarray(lens[:, None] - 1)))
         self._commit(choices, np.zeros_like(lens), [np.arange(n) for n in lens], output.hidden_states)
@@ -330,9 +403,9 @@ class _Run:
         with self._timed("draft"):
             log_probs, token_ids = self._draft(roots)
         with self._timed("build_tree"):
-            tree = self._build_tree(log_probs, token_ids, roots)
+            tree = self._build_tree(log_probs, token_ids, roots, prefix_lens)
         with self._timed("forward"):
-            cache = self._cache(prefix_lens, tree.num_slots)
+            cache = self.cache.view(self.active, prefix_lens, tree.num_slots)
             output = self._forward(tree, cache)
         with self._timed("choose_tokens"):
             positions = tree_positions(tree.depths, cache.prefix_lens, backend=backend, validate=False)
@@ -344,7 +417,7 @@ class _Run:
             )
             kept: Acceptance = _converted(acceptance, to_numpy)  # waits for a GPU
         with self._timed("compact_cache"):
-            compact_cache(cache.data, cache.page_table, cache.prefix_lens, acceptance, backend=backend, validate=False)
+            self.cache.compact(cache, acceptance)
 
         host_tree = _converted(tree, to_numpy)
         paths = [nodes[:length] for nodes, length in zip(kept.node_indices, kept.lengths, strict=True)]
@@ -356,22 +429,27 @@ class _Run:
         target_token_ids = np.where(host_tree.depths >= 0, to_numpy(choices), np.int32(-1))
         return Round(requests, host_tree, target_token_ids, kept)
 
-    def _forward(self, tree: DraftTree, cache: KVCache, *, last_only: bool = False) -> TargetOutput:
+    def _forward(self, tree: DraftTree, cache: Any, *, last_only: bool = False) -> TargetOutput:
         """Run the target, and see that there are logits of every token after every node that was asked about."""
         output = self.engine.target.forward(tree, cache, hidden_layers=self.hidden_layers, last_only=last_only)
         if not isinstance(output, TargetOutput):
             raise TypeError(f"target.forward must return a TargetOutput, got {type(output).__name__}")
         wanted = (len(self.active), 1 if last_only else tree.num_slots, self.engine.vocab_size)
-        if tuple(np.shape(output.logits)) != wanted:
-            raise ValueError(f"target.forward must return logits of shape {wanted}, got {np.shape(output.logits)}")
+        shape = tuple(np.shape(output.logits))
+        if shape != wanted and (last_only or not self._leaves_out_unused(shape, wanted, tree)):
+            raise ValueError(f"target.forward must return logits of shape {wanted}, got {shape}")
         missing = [layer for layer in self.hidden_layers if layer not in output.hidden_states]
         if missing:
             raise ValueError(f"target.forward must return the hidden states of layers {missing}, which were asked for")
         return output
 
+    def _leaves_out_unused(self, shape: tuple[int, ...], wanted: tuple[int, ...], tree: DraftTree) -> bool:
+        same = len(shape) == 3 and (shape[0], shape[2]) == (wanted[0], wanted[2])
+        return same and int(tree.node_counts.max()) <= shape[1] < wanted[1]
+
     def _draft(self, roots: Any) -> tuple[Any, Any]:
         """Ask the drafter, and see that its answer is a draft of these requests and no larger than asked for."""
-        requests, (depth, _, topk) = list(self.active), self.plan
+        requests, (depth, _, topk) = list(self.active), self.plan[:3]
         if self.drafter is None:
             shape = (len(requests), depth, 1)
             return self.xp.full(shape, -np.inf, np.float32), self.xp.full(shape, -1, np.int32)
@@ -405,15 +483,24 @@ class _Run:
             )
         return log_probs, token_ids
 
-    def _build_tree(self, log_probs: Any, token_ids: Any, roots: Any) -> DraftTree:
+    def _build_tree(self, log_probs: Any, token_ids: Any, roots: Any, prefix_lens: NDArray[np.int32]) -> DraftTree:
         """Build the trees of a draft whose values are checked, on any device: no id may reach the model's embedding."""
+        policy = self.plan.policy
+        if policy is None:
+            return self._likeliest_tree(log_probs, token_ids, roots, self.plan.budget)
+        self._likeliest_tree(log_probs, token_ids, roots, 0)  # the root alone: it checks the draft
+        token_ids = token_ids.astype(np.int32, copy=False)
+        tree = policy(log_probs, token_ids, roots, self.xp.asarray(prefix_lens))
+        check_policy_tree(policy, tree, log_probs, token_ids, roots)
+        return _converted(tree, self._native)
 
+    def _likeliest_tree(self, log_probs: Any, token_ids: Any, roots: Any, budget: int) -> DraftTree:
         def build(rows: slice) -> DraftTree:
             return build_tree(
                 log_probs[rows],
                 token_ids[rows],
                 roots[rows],
-                budget=self.plan.budget,
+                budget=budget,
                 vocab_size=self.engine.vocab_size,
                 backend=self.engine.backend,
                 validate=True,
@@ -430,21 +517,18 @@ class _Run:
             raise
 
     def _choose(self, logits: Any, positions: Any) -> Any:
+        """The choice after each slot; 0 in the last ones, if the target left out their logits since none is in use."""
         keys = self.xp.asarray(self.keys[self.active])
-        return choose_tokens(logits, request_ids=keys, positions=positions, validate=False, **self.sampling)
-
-    def _cache(self, prefix_lens: NDArray[np.int32], window: Any) -> KVCache:
-        """The cache as the running requests see it, with pages for ``window`` rows behind each prefix."""
-        for request, rows in zip(self.active, (prefix_lens + window).tolist(), strict=True):
-            self.pages.reserve(request, rows)
-        table = self.xp.asarray(self.pages.table[self.active])
-        return KVCache(self.kv_cache, table, self.xp.asarray(prefix_lens))
+        slots, given = positions.shape[1], logits.shape[1]
+        positions = self.xp.ascontiguousarray(positions[:, :given])
+        choices = choose_tokens(logits, request_ids=keys, positions=positions, validate=False, **self.sampling)
+        return choices if given == slots else self.xp.pad(choices, ((0, 0), (0, slots - given)))
 
     def _commit(
         self, emitted: Iterable[NDArray[np.int32]], prefix_lens: Any, paths: list[Any], hidden_states: dict[int, Any]
     ) -> None:
         """Append what each running request emitted and keep the hidden states of its ``paths``; the finished leave."""
-        self.hidden_states = {}
+        self.hidden_states, self.emissions = {}, []
         for b, (request, tokens, path) in enumerate(zip(list(self.active), emitted, paths, strict=True)):
             if tokens[-1] < 0:
                 raise NonFiniteLogitsError(
@@ -454,12 +538,14 @@ class _Run:
             sequence = self.sequences[request]
             sequence.append(tokens)
             stopped = int(tokens[-1]) in self.stop_set
-            if stopped or sequence.remaining == 0:
+            finished = stopped or sequence.remaining == 0
+            if finished:
                 sequence.finish_reason = "stop" if stopped else "length"
                 self.active.remove(request)
                 self.ended.append(request)
-                self.pages.release(request)
-            else:
+                self.cache.release(request)
+            self.emissions.append(Emission(request, tokens, sequence.finish_reason if finished else None))
+            if not finished:
                 # Of the rows that the pass wrote, the next draft sees the kept ones, wherever in the tree they stood.
                 nodes = self.xp.asarray(path)
                 self.hidden_states[request] = {layer: hidden_states[layer][b, nodes] for layer in self.hidden_layers}
@@ -480,26 +566,6 @@ def _converted(record: Record, convert: Callable[[Any], Any]) -> Record:
     """The same record with every array converted."""
     arrays = {f.name: getattr(record, f.name) for f in fields(record)}
     return replace(record, **{name: convert(a) for name, a in arrays.items() if not isinstance(a, int)})
-
-
-def _checked_cache(data: Any, pages: int, page_size: int) -> Any:
-    """A target's new cache, of which the rounds take for granted that every page handed out is in it."""
-    try:
-        kind = array_kind(data)
-    except TypeError as error:
-        raise TypeError(f"target.new_cache's result {error}") from error
-    if kind not in ("numpy", "cupy"):
-        raise TypeError(f"target.new_cache must return a NumPy or CuPy array, got {type(data).__name__}")
-    if data.ndim != 4 or data.shape[1:3] != (pages, page_size) or not data.flags.c_contiguous:
-        raise ValueError(
-            f"target.new_cache must return a C-contiguous array of shape (layers, {pages}, {page_size}, C + R), "
-            f"got shape {data.shape} and strides {data.strides}"
-        )
-    if dtype_name(data) not in (*FLOATS, *CACHE_INTS) or not getattr(data.flags, "writeable", True):
-        raise TypeError(
-            f"target.new_cache must return a writable array of {', '.join(FLOATS)} or integers, got {data.dtype}"
-        )
-    return data
 
 
 def _listed(name: str, values: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ddtree.svg import tree_svg
 from ddtree.trees import Acceptance, DraftTree
 
-__all__ = ["STAGES", "Generation", "Round"]
+__all__ = ["STAGES", "Emission", "Generation", "Round"]
 
 FinishReason = Literal["stop", "length"]
 
@@ -43,6 +43,24 @@ class Round:
     def _repr_svg_(self) -> str:
         """Show the trees and their accepted paths in a notebook."""
         return tree_svg(self.tree, path=self.acceptance.node_indices)
+
+
+class Emission(NamedTuple):
+    """What one request emitted in one step, as soon as it is committed.
+
+    Attributes
+    ----------
+    request_id : int
+        The request, as an index among the prompts.
+    token_ids : array, int32, shape (n,)
+        Its new tokens, one or more: the prefill's one, or a round's accepted drafts and the bonus.
+    finish_reason : str or None
+        "stop" or "length" with its last tokens; None before.
+    """
+
+    request_id: int
+    token_ids: NDArray[np.int32]
+    finish_reason: FinishReason | None
 
 
 @dataclass(repr=False)

@@ -178,7 +178,15 @@ def packed_masks(tree: DraftTree, prefix_lens: Any, *, padded: bool = False) -> 
     return _like(tree, _ragged([np.packbits(mask.reshape(-1), bitorder="little") for mask in masks], np.uint8))
 
 
-def additive_mask(tree: DraftTree, prefix_lens: Any, *, dtype: Any, columns: int | None = None) -> Any:
+def additive_mask(
+    tree: DraftTree,
+    prefix_lens: Any,
+    *,
+    dtype: Any,
+    columns: int | None = None,
+    tree_column: int | None = None,
+    window: int | None = None,
+) -> Any:
     """Return a mask that is added to attention scores: 0 where a node sees a row, the type's least number elsewhere.
 
     Parameters
@@ -186,35 +194,59 @@ def additive_mask(tree: DraftTree, prefix_lens: Any, *, dtype: Any, columns: int
     tree : DraftTree
         The trees.
     prefix_lens : array, int32, shape (B,)
-        Committed rows of each request; node i's key is row ``prefix_len + i``.
+        Committed rows of each request, which stand in the first columns.
     dtype : dtype or str
         float16, bfloat16, float32 or float64.
     columns : int, optional
-        Width of the mask, at least the greatest ``prefix_len + N``, which it is if left out.
+        Width of the mask, at least that of what is seen: the greatest ``prefix_len + N``, or ``tree_column + N``. It is
+        that if left out.
+    tree_column : int, optional
+        Column of every root, at least the greatest ``prefix_len``: node i's key is row ``tree_column + i``, and rows
+        between a prefix and that are seen by none. By default each request's tree stands right behind its prefix.
+    window : int, optional
+        Of a sliding window, 1 and up: a node at position p sees none at p − ``window`` or before. The position is
+        ``prefix_len + depth``. No window if left out.
 
     Returns
     -------
     array, shape (B, 1, N, columns)
         Not −inf, since a row of that has no softmax: an unused slot's row is the least number in every column.
+
+    Raises
+    ------
+    ValueError
+        An argument out of range, by name.
     """
     name = (str(dtype) if isinstance(dtype, str) or "torch." in str(dtype) else str(np.dtype(dtype))).rpartition(".")[2]
     if name not in ("float16", "bfloat16", "float32", "float64"):
         raise ValueError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
     import ml_dtypes
 
     kind = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
     host, prefixes = _on_host(tree), _prefixes(tree, prefix_lens)
     B, N = host.parents.shape
-    needed = int(prefixes.max(initial=0)) + N
+    longest = int(prefixes.max(initial=0))
+    if tree_column is not None and tree_column < longest:
+        raise ValueError(f"tree_column must be at least {longest}, the greatest prefix_len, got {tree_column}")
+    needed = (longest if tree_column is None else tree_column) + N
     width = needed if columns is None else columns
     if width < needed:
-        raise ValueError(f"columns must be at least {needed}, the greatest prefix_len + N, got {columns}")
+        where = "the greatest prefix_len" if tree_column is None else "tree_column"
+        raise ValueError(f"columns must be at least {needed}, {where} + N, got {columns}")
     mask = np.full((B, 1, N, width), ml_dtypes.finfo(kind).min, kind)  # type: ignore[no-untyped-call]
     visible = host.visibility
     for b in range(B):
         n, prefix = int(host.node_counts[b]), int(prefixes[b])
-        mask[b, 0, :n, :prefix] = 0
-        mask[b, 0, :n, prefix : prefix + n][visible[b, :n, :n]] = 0
+        first = prefix if tree_column is None else tree_column
+        seen_prefix, seen_nodes = np.ones((n, prefix), np.bool_), visible[b, :n, :n]
+        if window is not None:
+            depths = host.depths[b, :n]
+            seen_prefix = np.arange(prefix) > (prefix + depths - window)[:, None]
+            seen_nodes = seen_nodes & (depths > (depths - window)[:, None])
+        mask[b, 0, :n, :prefix][seen_prefix] = 0
+        mask[b, 0, :n, first : first + n][seen_nodes] = 0
     return _like(tree, mask)
 
 

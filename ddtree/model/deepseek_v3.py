@@ -109,6 +109,16 @@ class DeepseekV3:
         """V; every token id lies in 0 … V − 1."""
         return self.config.vocab_size
 
+    @property
+    def embedding(self) -> Any:
+        """Row of each token: (V, D), in the model's type, where the model lives; not to be written."""
+        return self._embedding
+
+    @property
+    def output_layer(self) -> Any:
+        """What takes the last, normed hidden state to logits: (V, D); the embedding itself where they are tied."""
+        return self._head
+
     def __repr__(self) -> str:
         c = self.config
         shape = f"{c.num_hidden_layers} layers, hidden {c.hidden_size}, vocab {c.vocab_size}"

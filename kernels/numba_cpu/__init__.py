@@ -19,6 +19,7 @@ __all__ = [
     "compact_cache",
     "find_draft_fault",
     "find_tree_fault",
+    "replay_rounds",
     "topk_log_probs",
     "tree_positions",
     "verify_attention",

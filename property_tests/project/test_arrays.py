@@ -124,6 +124,75 @@ def test_a_lazily_negated_tensor_is_refused(torch: ModuleType) -> None:
         ddtree.topk_log_probs(torch._neg_view(torch.tensor([[[1.0, 3.0, 2.0]]])), 1)
 
 
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda t: t.nn.Parameter(t.zeros(1, 3, 2)), TypeError, r"log_probs must not require gradients.*detach\(\)"),
+        (lambda t: t.zeros(1, 3, 2, device="meta"), ValueError, "token_ids lies on cpu but log_probs on meta:0: move"),
+        (lambda t: t.zeros(1, 3, 2).to_sparse(), TypeError, r"log_probs cannot be shared .* other than torch.strided"),
+        (lambda t: t.zeros(1, 3, 2, dtype=t.complex64), TypeError, "log_probs must be of type float32, got complex64"),
+        (lambda t: t.zeros(3, 2, 2).transpose(0, 1)[:1], ValueError, r"log_probs must be C-contiguous, got strides"),
+    ],
+)
+def test_a_tensor_that_cannot_serve_is_refused(torch: ModuleType, make: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        ddtree.build_tree(make(torch), torch.from_numpy(IDS), torch.from_numpy(ROOTS), budget=2)
+
+
+def test_a_tensor_on_no_device_that_arrays_reach_is_refused(torch: ModuleType) -> None:
+    with pytest.raises(ValueError, match="logits must lie on the CPU or on a CUDA device, got meta:0"):
+        ddtree.topk_log_probs(torch.zeros(1, 1, 4, device="meta"), 2)
+
+
+def test_tensors_on_two_devices_are_refused(torch: ModuleType) -> None:
+    somewhere = Foreign(IDS, device=(2, 0))  # on a GPU, as far as it says
+    with pytest.raises(ValueError, match="token_ids lies on cuda:0 but log_probs on cpu: move them to one device"):
+        ddtree.build_tree(torch.from_numpy(LOG_PROBS), somewhere, torch.from_numpy(ROOTS), budget=2)
+
+
+@pytest.fixture
+def jax() -> ModuleType:
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("optional library jax is not installed")
+    return importlib.import_module("jax")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "bool"])
+def test_jax_arrays_are_read_where_they_lie_and_come_back_as_jax_arrays(jax: ModuleType, dtype: str) -> None:
+    array = jax.numpy.ones(4, dtype)
+    native = arrays.import_array(array)
+    assert arrays.dtype_name(native) == arrays.dtype_name(array) == dtype
+    assert native.ctypes.data == array.unsafe_buffer_pointer()
+    back = arrays.export_array(native.copy(), array)
+    assert isinstance(back, jax.Array)
+    assert (back.dtype, back.tolist()) == (array.dtype, array.tolist())
+
+
+def test_what_jax_would_turn_into_another_type_stays_a_numpy_array(jax: ModuleType) -> None:
+    given = [jax.numpy.asarray(x) for x in (LOG_PROBS, IDS, ROOTS)]
+    with jax.enable_x64(False):
+        tree = ddtree.build_tree(*given, budget=2, backend="reference")
+        assert isinstance(tree.scores, np.ndarray)
+        assert tree.scores.dtype == np.float64
+        assert isinstance(tree.parents, jax.Array)
+        assert tree.visibility.tolist() == ddtree.build_tree(LOG_PROBS, IDS, ROOTS, budget=2).visibility.tolist()
+        assert isinstance(tree.visibility, jax.Array)
+        kept = ddtree.accept_tree(tree, jax.numpy.zeros_like(tree.token_ids), backend="reference")
+        assert isinstance(kept.lengths, jax.Array)
+
+
+def test_jax_arrays_without_values_and_in_place_operations_on_any_are_refused(jax: ModuleType) -> None:
+    with pytest.raises(
+        TypeError, match=r"logits must be .*, got DynamicJaxprTracer; call this outside of jit and grad"
+    ):
+        jax.jit(lambda logits: ddtree.topk_log_probs(logits, 2))(jax.numpy.zeros((1, 1, 4)))
+    cache = jax.numpy.zeros((1, 1, 4, 2))
+    path, lengths, bonus = (np.array(a, np.int32) for a in ([[0]], [1], [5]))
+    accepted = ddtree.Acceptance(path, lengths, bonus, np.zeros(1, np.bool_))
+    with pytest.raises(ValueError, match="kv_cache must be writable, got a read-only array: pass a copy that may be"):
+        ddtree.compact_cache(cache, np.zeros((1, 1), np.int32), np.zeros(1, np.int32), accepted)
+
+
 def test_a_gpu_array_without_cupy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match="pip install cupy-cuda13x"):

@@ -1,7 +1,8 @@
-"""The suite, ``ddtree check`` and ``ddtree replay`` on backends of torch and of CuPy arrays, as an author runs them."""
+"""Arrays of other libraries: every public operation on them, and backends that work on them, as an author runs them."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -10,14 +11,20 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 import ddtree
-from ddtree.arrays import array_kind, to_numpy
+from ddtree import reference
+from ddtree.arrays import array_kind, dtype_name, export_array, to_numpy
+from ddtree.backends import Backend
+from ddtree.property_tests import strategies
 from ddtree.property_tests.cases import Case, map_arrays, named_leaves
+from ddtree.property_tests.project.test_arrays import Foreign
 from ddtree.protocols import OPS
 
 HERE = "ddtree.property_tests.project"
@@ -156,3 +163,85 @@ def test_attention_and_compaction_write_into_the_callers_memory(kind: str, dtype
     worst = np.abs(to_numpy(out).astype(np.float64) - want.astype(np.float64)).max()
     assert worst <= 2 * float(np.spacing(np.abs(want).max().astype(want.dtype)))
     assert all(not np.isnan(to_numpy(leaf)).any() for _, leaf in named_leaves("", {"out": out}))
+
+
+class Spy:
+    """A backend of one operation, which keeps what it was given and what it gave."""
+
+    seen: ClassVar[dict[str, np.ndarray]] = {}
+
+    @staticmethod
+    def tree_positions(depths: np.ndarray, prefix_lens: np.ndarray) -> np.ndarray:
+        result = reference.tree_positions(depths, prefix_lens)
+        Spy.seen |= {"depths": depths, "prefix_lens": prefix_lens, "result": result}
+        return result
+
+
+def test_a_tensor_is_worked_on_where_it_lies_and_the_result_is_not_copied() -> None:
+    torch = pytest.importorskip("torch", reason="optional library torch is not installed")
+    depths, prefix_lens = torch.tensor([[0, 1, 1]], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
+    positions = ddtree.tree_positions(depths, prefix_lens, backend=Backend("spy", Spy, "numpy"))
+    assert (positions.device, positions.tolist()) == (depths.device, [[7, 8, 8]])
+    for name, tensor in {"depths": depths, "prefix_lens": prefix_lens, "result": positions}.items():
+        assert Spy.seen[name].ctypes.data == tensor.data_ptr()
+
+
+class Shape(Foreign):
+    """A foreign array that says its shape, as :func:`map_arrays` wants to know it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+
+@pytest.fixture(params=["torch", "jax", "any with __dlpack__"], scope="module")
+def library(request: pytest.FixtureRequest) -> str:
+    name = str(request.param)
+    if not name.startswith("any") and importlib.util.find_spec(name) is None:
+        pytest.skip(f"optional library {name} is not installed")
+    return name
+
+
+def made(library: str, array: np.ndarray) -> Any:
+    """The array as the library's own."""
+    if library == "torch":
+        return export_array(array, importlib.import_module("torch").empty(0))
+    if library == "jax":
+        return importlib.import_module("jax").numpy.asarray(array)
+    return array if dtype_name(array) == "bfloat16" else Shape(array)  # which DLPack has no common word for
+
+
+def kind_of_result(library: str) -> type:
+    """What an operation returns where it was given that: DLPack alone has no way back."""
+    modules = {"torch": ("torch", "Tensor"), "jax": ("jax", "Array")}
+    module, name = modules.get(library, ("numpy", "ndarray"))
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+def leaves(result: Any) -> list[tuple[str, Any]]:
+    """The arrays and sizes of whatever an operation returns, by name."""
+    parts = result if isinstance(result, tuple) else (result,)
+    return [leaf for i, part in enumerate(parts) for leaf in named_leaves(f"result {i}", part)]
+
+
+@pytest.mark.parametrize("op", OPS)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_every_operation_takes_and_returns_a_librarys_arrays(library: str, op: str, data: st.DataObject) -> None:
+    if (library, op) == ("jax", "compact_cache"):
+        return  # its arrays are never written to: refused, see test_arrays
+    arguments = data.draw(strategies.calls(op))
+    with importlib.import_module("jax").enable_x64(True) if library == "jax" else contextlib.nullcontext():
+        theirs = {name: map_arrays(value, lambda a: made(library, a.copy())) for name, value in arguments.items()}
+        ours = {name: map_arrays(value, np.copy) for name, value in arguments.items()}
+        got = getattr(ddtree, op)(**theirs, backend="reference")
+        wanted = getattr(reference, op)(**ours)
+        if op == "compact_cache":  # in place
+            got, wanted = theirs["kv_cache"], ours["kv_cache"]
+        for (name, actual), (_, expected) in zip(leaves(got), leaves(wanted), strict=True):
+            if isinstance(expected, int):
+                assert actual == expected, name
+                continue
+            assert op == "compact_cache" or isinstance(actual, kind_of_result(library))
+            assert dtype_name(actual) == dtype_name(expected), name
+            assert to_numpy(actual).tobytes() == expected.tobytes(), name

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import ddtree
+
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = """
 import importlib.util, numpy as np, ddtree
@@ -97,6 +99,7 @@ def test_wheel_holds_one_import_package_with_its_data_and_no_project_tests(built
         "ddtree/property_tests/FIELD_CASES.md",
         "ddtree/analysis/figures/__init__.py",
         "ddtree/analysis/benchmarks/results/h200/bench.json",
+        *(f"ddtree/analysis/report/page.{kind}" for kind in ("html", "css", "js")),
         "ddtree/kernels/cupy/verified.json",
         *(f"ddtree/kernels/cupy/{path.name}" for path in (ROOT / "kernels" / "cupy").glob("*.cu*")),
     } <= held
@@ -148,6 +151,12 @@ def test_importing_ddtree_loads_numpy_and_nothing_heavier() -> None:
     heavy = ("numba", "cupy", "matplotlib", "torch", "transformers", "rich", "click", "safetensors", "hypothesis")
     code = f"import sys, ddtree; print([name for name in {heavy} if name in sys.modules])"
     assert run(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
+
+
+def test_a_decoder_without_torch_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match=r"DDTreeDecoder needs torch and transformers .*: pip install torch transf"):
+        ddtree.DDTreeDecoder(object())
 
 
 def test_top_level_is_what_the_design_says() -> None:

@@ -1,0 +1,134 @@
+"""``ddtree sweep``: τ of many policies on recorded traces."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ddtree.cli.check import CannotRun
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ddtree.analysis.sweep import SweepTable
+
+
+def _numbers(least: int) -> Callable[[Any, Any, str | None], tuple[int, ...]]:
+    """Whole numbers of ``least`` and up, with commas between them."""
+
+    def parse(ctx: Any, param: Any, value: str | None) -> tuple[int, ...]:
+        try:
+            numbers = tuple(dict.fromkeys(int(part) for part in value.split(","))) if value is not None else ()
+        except ValueError:
+            raise click.BadParameter(f"{value!r} must be whole numbers with commas between them") from None
+        if min(numbers, default=least) < least:
+            raise click.BadParameter(f"{min(numbers)} must be {least} or more")
+        return numbers
+
+    return parse
+
+
+@click.command()
+@click.argument("traces", type=click.Path(path_type=Path, file_okay=False), nargs=-1, metavar="[TRACE]...")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR")
+@click.option(
+    "--budgets",
+    callback=_numbers(0),
+    metavar="N,…",
+    default="8,16,32,64,128,256,512",
+    show_default=True,
+    help="Node budgets.",
+)
+@click.option(
+    "--depth", "depths", callback=_numbers(1), metavar="N,…", help="Limits of L; all that was recorded if left out."
+)
+@click.option(
+    "--topk", "topks", callback=_numbers(1), metavar="N,…", help="Limits of K; all that was recorded if left out."
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    default=("tree", "chain"),
+    show_default=True,
+    metavar="KIND",
+    help="tree, chain, spine-first, all-children:WIDTH, confidence:CUTOFF, cost:FILE, static:TRACE. Several times.",
+)
+@click.option("--max-new-tokens", type=click.IntRange(1), help="Replay the first N of each prompt.", metavar="N")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes.")
+def sweep(
+    traces: tuple[Path, ...],
+    out: Path,
+    budgets: tuple[int, ...],
+    depths: tuple[int, ...],
+    topks: tuple[int, ...],
+    policies: tuple[str, ...],
+    max_new_tokens: int | None,
+    jobs: int,
+) -> None:
+    """Replay policies on each TRACE, and tabulate and draw τ.
+
+    Without a TRACE, that of the shipped pair. Writes sweep.csv, sweep.json and figures to DIR, and every finished cell
+    to DIR/cells, so that a sweep that was interrupted, or is widened, computes only what is missing.
+    """
+    from rich.console import Console
+
+    from ddtree.analysis.figures import plot_sweep
+    from ddtree.analysis.sweep import policy_grid, write_sweep
+    from ddtree.analysis.sweep import sweep as run_sweep
+    from ddtree.analysis.trace import open_trace, shipped_trace
+
+    try:
+        opened = [open_trace(path) for path in traces] or [shipped_trace()]
+        grid = policy_grid(policies, budgets, depths=depths, topks=topks, depth=opened[0].manifest.depth)
+        with _pool(jobs) as executor:
+            table = run_sweep(opened, grid, executor, folder=out, max_new_tokens=max_new_tokens)
+    except (ValueError, TypeError) as error:
+        raise CannotRun(str(error)) from error
+    written = [*write_sweep(table, out), *plot_sweep(table, out)]
+    console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
+    console.print(_shown(table))
+    for trace in opened:
+        if not trace.manifest.complete:
+            console.print(f"{trace.name} is not finished: more may have been recorded by now", markup=False)
+    console.print(f"wrote {', '.join(path.name for path in written)} to {out}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _pool(jobs: int) -> Iterator[Any]:
+    """Processes of their own, or None for this one."""
+    if jobs == 1:
+        yield None
+        return
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as executor:
+        yield executor
+
+
+def _shown(table: SweepTable) -> Table:
+    """The table for a terminal: what a reader looks at first, and rounds that a wider record might have changed."""
+    from rich import box
+    from rich.table import Table
+
+    records = table.records()
+    several = len(set(table.trace)) > 1
+    shown = Table(box=box.SIMPLE_HEAD)
+    heads = ["trace"] * several + ["policy", "budget", "τ", f"{table.level:.0%} interval", "expected", "nodes"]
+    for head in (*heads, "tokens\na node", "rounds", "used rank\nK − 1"):
+        shown.add_column(head, justify="left" if head in ("trace", "policy") else "right")
+    for r in records:
+        interval = "-" if r["low"] is None else f"{r['low']:.2f} … {r['high']:.2f}"
+        numbers = ("-" if r[n] is None else f"{r[n]:.2f}" for n in ("tau", "expected"))
+        tau, expected = numbers
+        rest = [*("-" if r[n] is None else f"{r[n]:{form}}" for n, form in (("nodes", ".1f"), ("efficiency", ".3f")))]
+        share = f"{r['used_last_rank'] / r['n_rounds']:.1%}" if r["n_rounds"] else "-"
+        row = [r["policy"], str(r["budget"]), tau, interval, expected, *rest, f"{r['n_rounds']:,}", share]
+        shown.add_row(*([r["trace"]] if several else []), *row)
+    return shown

@@ -1,0 +1,425 @@
+"""A block-diffusion drafter as in DFlash (arXiv 2602.06036): one pass over a block of masks drafts all depths at once.
+
+Letters: B requests, T block size, D hidden size, H heads, E elements a head, F features (hidden layers · D of the
+target), n committed rows of a request, M = B · T.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddtree.arrays import array_namespace
+from ddtree.checks import integer, real
+from ddtree.kdtr import KdtrFile, write_kdtr
+from ddtree.model import DeepseekV3
+from ddtree.model.layers import rms_norm, rope_cos_sin, rope_frequencies, rotate_halves, swiglu
+from ddtree.ops import topk_log_probs
+from ddtree.protocols import DraftContext
+
+__all__ = ["BlockConfig", "BlockDrafter", "load_block_drafter", "save_block_drafter"]
+
+_FIRST_ROWS = 256
+"""Rows that a request's context has room for at first; the room doubles when it is full."""
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """The shape of a :class:`BlockDrafter`.
+
+    Attributes
+    ----------
+    hidden_size, num_hidden_layers, num_attention_heads, head_dim, intermediate_size : int
+        Of the drafter's own layers; ``hidden_size`` must be the target's, whose embedding and output layer it uses.
+    block_size : int
+        T: the root token and T − 1 masks, so that drafts are at most T − 1 tokens deep.
+    target_layers : tuple of int
+        Hidden states that it reads, as the engine counts them: 0 is the target's embedding, i the output of layer i.
+    rope_theta, rms_norm_eps : float
+        Of the rotary embedding (halves, all of a head) and of the norms.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    intermediate_size: int
+    block_size: int
+    target_layers: tuple[int, ...]
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int":
+                integer(field.name, value, 2 if field.name == "block_size" else 1, 1 << 20)
+        for name in ("rope_theta", "rms_norm_eps"):
+            if real(name, getattr(self, name)) <= 0:
+                raise ValueError(f"{name} must be over 0, got {getattr(self, name)}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        layers = self.target_layers
+        if not isinstance(layers, tuple) or not layers or len(layers) > 1024:
+            raise ValueError(f"target_layers must be a tuple of one layer or more, got {layers!r}")
+        for i, layer in enumerate(layers):
+            integer(f"target_layers[{i}]", layer, 0, 1 << 20)
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> BlockConfig:
+        """Read what :meth:`to_dict` gave.
+
+        Raises
+        ------
+        ValueError, TypeError
+            A setting is missing, unknown or out of range; it is named.
+        """
+        own = {f.name for f in fields(cls)}
+        required = own - {"rope_theta", "rms_norm_eps"}
+        for wrong, what in ((required - config.keys(), "lacks"), (config.keys() - own, "has the unknown settings")):
+            if wrong:
+                raise ValueError(f"the drafter's configuration {what} {', '.join(sorted(wrong))}")
+        layers = config["target_layers"]
+        return cls(**{**config, "target_layers": tuple(layers) if isinstance(layers, list) else layers})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as JSON can hold it."""
+        return asdict(self) | {"target_layers": list(self.target_layers)}
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every weight: those of a state dict of torch."""
+        D, width = self.hidden_size, self.num_attention_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (D, len(self.target_layers) * D),
+            "hidden_norm.weight": (D,),
+            "mask_embedding": (D,),
+            "norm.weight": (D,),
+        }
+        for i in range(self.num_hidden_layers):
+            layer = f"layers.{i}"
+            shapes |= {
+                f"{layer}.input_layernorm.weight": (D,),
+                f"{layer}.self_attn.q_proj.weight": (width, D),
+                f"{layer}.self_attn.k_proj.weight": (width, D),
+                f"{layer}.self_attn.v_proj.weight": (width, D),
+                f"{layer}.self_attn.o_proj.weight": (D, width),
+                f"{layer}.self_attn.q_norm.weight": (self.head_dim,),
+                f"{layer}.self_attn.k_norm.weight": (self.head_dim,),
+                f"{layer}.post_attention_layernorm.weight": (D,),
+                f"{layer}.mlp.gate_proj.weight": (self.intermediate_size, D),
+                f"{layer}.mlp.up_proj.weight": (self.intermediate_size, D),
+                f"{layer}.mlp.down_proj.weight": (D, self.intermediate_size),
+            }
+        return shapes
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attention_norm: Any  # (D,)
+    queries: Any  # (H · E, D)
+    keys_values: Any  # (2 · H · E, D)
+    query_norm: Any  # (E,)
+    key_norm: Any  # (E,)
+    out: Any  # (D, H · E)
+    mlp_norm: Any  # (D,)
+    gate_up: Any  # (2I, D)
+    down: Any  # (D, I)
+
+
+class BlockDrafter:
+    """Drafts from the target's hidden states: a bidirectional pass over the root token and T − 1 masks.
+
+    The context of a request is its committed rows: the target's hidden states there, brought to the drafter's width
+    once, give every layer keys and values. The block's T rows attend to all of them and to one another, and each mask's
+    row, through the target's output layer, is the draft of its depth (depths are independent of one another given the
+    context, which is why their product is what a draft tree is built from).
+
+    Parameters
+    ----------
+    config : BlockConfig
+        The shape.
+    weights : mapping of str to array, float
+        By the names of :meth:`BlockConfig.tensor_shapes`; each is read once.
+    target : DeepseekV3
+        The model that it drafts for, whose embedding, output layer, type of numbers and device it shares.
+    backend : str, optional
+        Who serves ``topk_log_probs``; by default the arrays decide.
+
+    Attributes
+    ----------
+    hidden_layers : tuple of int
+        What the engine has to bring: ``config.target_layers``.
+    synthetic : bool
+        False: it is a real drafter.
+    label : str
+        For legends and tables.
+
+    Raises
+    ------
+    ValueError
+        A weight is missing, left over or mis-shaped, or the target has other sizes than the drafter was made for.
+    """
+
+    synthetic = False
+    label = "block drafter"
+
+    def __init__(
+        self, config: BlockConfig, weights: Mapping[str, Any], target: DeepseekV3, *, backend: str | None = None
+    ) -> None:
+        self.config, self.backend = config, backend
+        self.hidden_layers = config.target_layers
+        if target.config.hidden_size != config.hidden_size:
+            raise ValueError(
+                f"the drafter was made for a target of hidden size {config.hidden_size}, "
+                f"got one of {target.config.hidden_size}"
+            )
+        deepest = max(config.target_layers)
+        if deepest > target.config.num_hidden_layers:
+            raise ValueError(
+                f"the drafter reads the target's layer {deepest}, and the target has {target.config.num_hidden_layers}"
+            )
+        self._embedding, self._head = target.embedding, target.output_layer
+        self._dtype = target.dtype
+        self._xp = xp = array_namespace(self._embedding)
+        shapes = config.tensor_shapes()
+        for wrong, what in (
+            (shapes.keys() - weights.keys(), "lack"),
+            (weights.keys() - shapes.keys(), "have too many:"),
+        ):
+            if wrong:
+                raise ValueError(f"the drafter's weights {what} {', '.join(sorted(wrong)[:4])}")
+
+        def read(*names: str) -> Any:
+            parts = []
+            for name in names:
+                part = np.asarray(weights[name], self._dtype)
+                if part.shape != shapes[name]:
+                    raise ValueError(f"{name} must have shape {shapes[name]} by the configuration, got {part.shape}")
+                if not np.isfinite(part).all():
+                    raise ValueError(f"{name} holds NaN or infinity, weights must be finite: the file is damaged")
+                parts.append(part)
+            return xp.asarray(np.concatenate(parts))
+
+        self._fc, self._hidden_norm = read("fc.weight"), read("hidden_norm.weight")
+        self._mask, self._norm = read("mask_embedding"), read("norm.weight")
+        self._layers = [
+            _Layer(
+                attention_norm=read(f"layers.{i}.input_layernorm.weight"),
+                queries=read(f"layers.{i}.self_attn.q_proj.weight"),
+                keys_values=read(f"layers.{i}.self_attn.k_proj.weight", f"layers.{i}.self_attn.v_proj.weight"),
+                query_norm=read(f"layers.{i}.self_attn.q_norm.weight"),
+                key_norm=read(f"layers.{i}.self_attn.k_norm.weight"),
+                out=read(f"layers.{i}.self_attn.o_proj.weight"),
+                mlp_norm=read(f"layers.{i}.post_attention_layernorm.weight"),
+                gate_up=read(f"layers.{i}.mlp.gate_proj.weight", f"layers.{i}.mlp.up_proj.weight"),
+                down=read(f"layers.{i}.mlp.down_proj.weight"),
+            )
+            for i in range(config.num_hidden_layers)
+        ]
+        self._frequencies = xp.asarray(rope_frequencies(config.head_dim, config.rope_theta))
+        self._contexts: dict[int, _Context] = {}
+
+    def __repr__(self) -> str:
+        c = self.config
+        return (
+            f"BlockDrafter({c.num_hidden_layers} layers, hidden {c.hidden_size}, block {c.block_size}, {self._dtype})"
+        )
+
+    def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[Any, Any]:
+        """Return log-probs and token ids of shape (B, depth, topk); see :class:`ddtree.protocols.Drafter`.
+
+        Raises
+        ------
+        ValueError
+            ``depth`` is more than the block holds, or the hidden states are not those of the rows that were committed
+            since the last draft.
+        """
+        c, xp = self.config, self._xp
+        if depth > c.block_size - 1:
+            raise ValueError(
+                f"depth must be at most {c.block_size - 1} for this drafter, whose block of {c.block_size} holds the "
+                f"root and {c.block_size - 1} masks, got {depth}: make the engine with depth={c.block_size - 1}"
+            )
+        for request in (*context.began, *context.ended):
+            self._contexts.pop(request, None)
+        contexts = [self._extended(context, b) for b in range(len(context.request_ids))]
+        roots = xp.asarray(context.root_token_ids)
+        hidden = self._block(self._embedding[roots], contexts)[:, 1 : 1 + depth]
+        return topk_log_probs(hidden @ self._head.T, min(topk, len(self._head)), backend=self.backend)
+
+    def _extended(self, context: DraftContext, b: int) -> _Context:
+        """The b-th request's context with the rows that the target's last pass added."""
+        request, states = context.request_ids[b], context.hidden_states[b]
+        known = self._contexts.get(request)
+        if known is None:
+            known = self._contexts[request] = _Context(self.config, self._xp, self._dtype)
+        missing = [layer for layer in self.hidden_layers if layer not in states]
+        if missing:
+            raise ValueError(f"hidden_states of request {request} must have layers {missing}, got {sorted(states)}")
+        features = self._xp.concatenate([states[layer] for layer in self.hidden_layers], axis=-1).astype(self._dtype)
+        committed = len(context.tokens[b]) - 1  # the root's row is not there yet
+        if known.length + len(features) != committed:
+            raise ValueError(
+                f"hidden_states of request {request} must have {committed - known.length} rows, those committed since "
+                f"its last draft, got {len(features)}"
+            )
+        rows = rms_norm(features @ self._fc.T, self._hidden_norm, eps=self.config.rms_norm_eps)
+        positions = self._xp.arange(known.length, committed)
+        keys_values = [self._keys_values(layer, rows, *self._cos_sin(positions)) for layer in self._layers]
+        known.append(keys_values)
+        return known
+
+    def _block(self, roots: Any, contexts: list[_Context]) -> Any:
+        """Normed hidden states (B, T, D) of each request's block, whose first row is the root's embedding."""
+        c, xp = self.config, self._xp
+        B, T = len(contexts), c.block_size
+        h = xp.empty((B, T, c.hidden_size), self._dtype)
+        h[:, 0], h[:, 1:] = roots, self._mask
+        h = h.reshape(B * T, c.hidden_size)
+        starts = xp.asarray(np.array([known.length for known in contexts], np.int64))
+        cos, sin = self._cos_sin((starts[:, None] + xp.arange(T)).reshape(-1))
+        for i, layer in enumerate(self._layers):
+            x = rms_norm(h, layer.attention_norm, eps=c.rms_norm_eps)
+            queries = self._heads(x @ layer.queries.T, layer.query_norm, cos, sin)
+            keys, values = self._keys_values(layer, x, cos, sin)
+            mixed = xp.empty((B, T, c.num_attention_heads, c.head_dim), self._dtype)
+            for b, known in enumerate(contexts):  # each has a context of its own length
+                rows = slice(b * T, (b + 1) * T)
+                mixed[b] = known.attend(i, queries[rows], keys[rows], values[rows])
+            h = h + mixed.reshape(B * T, layer.out.shape[1]) @ layer.out.T
+            h = h + swiglu(rms_norm(h, layer.mlp_norm, eps=c.rms_norm_eps), layer.gate_up, layer.down)
+        return rms_norm(h, self._norm, eps=c.rms_norm_eps).reshape(B, T, c.hidden_size)
+
+    def _cos_sin(self, positions: Any) -> tuple[Any, Any]:
+        """Cosines and sines (M, 1, E / 2) for every head, in the model's type."""
+        cos, sin = rope_cos_sin(positions, self._frequencies)
+        return cos[:, None].astype(self._dtype), sin[:, None].astype(self._dtype)
+
+    def _heads(self, x: Any, norm: Any, cos: Any, sin: Any) -> Any:
+        """(M, H · E) queries or keys by head, normed and rotated: (M, H, E)."""
+        c = self.config
+        x = x.reshape(len(x), c.num_attention_heads, c.head_dim)
+        return rotate_halves(rms_norm(x, norm, eps=c.rms_norm_eps), cos, sin)
+
+    def _keys_values(self, layer: _Layer, x: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
+        """A layer's keys and values (M, H, E) of (M, D) rows."""
+        c = self.config
+        both = x @ layer.keys_values.T
+        width = c.num_attention_heads * c.head_dim
+        values = both[:, width:].reshape(len(x), c.num_attention_heads, c.head_dim)
+        return self._heads(both[:, :width], layer.key_norm, cos, sin), values
+
+
+class _Context:
+    """Keys and values of one request's committed rows, in every layer; behind them is room for a block."""
+
+    def __init__(self, config: BlockConfig, xp: Any, dtype: Any) -> None:
+        self.length, self.block, self.xp = 0, config.block_size, xp
+        heads, width = config.num_attention_heads, config.head_dim
+        shape = (config.num_hidden_layers, heads, _FIRST_ROWS, width)
+        self.keys, self.values = xp.empty(shape, dtype), xp.empty(shape, dtype)
+        self.scale = width**-0.5
+
+    def append(self, keys_values: list[tuple[Any, Any]]) -> None:
+        """Take in the keys and values (rows, H, E) of each layer."""
+        added = len(keys_values[0][0])
+        self._reserve(self.length + added + self.block)
+        rows = slice(self.length, self.length + added)
+        for layer, (keys, values) in enumerate(keys_values):
+            self.keys[layer, :, rows] = keys.transpose(1, 0, 2)
+            self.values[layer, :, rows] = values.transpose(1, 0, 2)
+        self.length += added
+
+    def attend(self, layer: int, queries: Any, keys: Any, values: Any) -> Any:
+        """Attention (T, H, E) of a block, whose rows see the context and one another."""
+        end = self.length + self.block  # the block's rows stand behind the context and are written over next time
+        self.keys[layer, :, self.length : end] = keys.transpose(1, 0, 2)
+        self.values[layer, :, self.length : end] = values.transpose(1, 0, 2)
+        scores = queries.transpose(1, 0, 2) @ self.keys[layer, :, :end].transpose(0, 2, 1) * self.scale
+        shares = self.xp.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        return (shares @ self.values[layer, :, :end]).transpose(1, 0, 2)
+
+    def _reserve(self, rows: int) -> None:
+        layers, heads, room, width = self.keys.shape
+        if rows <= room:
+            return
+        while room < rows:
+            room *= 2
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = self.xp.empty((layers, heads, room, width), old.dtype)
+            new[:, :, : self.length] = old[:, :, : self.length]
+            setattr(self, name, new)
+
+
+def save_block_drafter(
+    path: str | os.PathLike[str],
+    config: BlockConfig,
+    weights: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a block drafter to one KDTR file: weights by their names, the configuration as JSON in the metadata.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        The file; it is replaced if it exists.
+    config : BlockConfig
+        The shape.
+    weights : mapping of str to array, float
+        By the names of :meth:`BlockConfig.tensor_shapes`. They keep their type.
+    metadata : mapping of str to str, optional
+        Further text to keep; ``block_drafter`` is taken.
+
+    Raises
+    ------
+    ValueError
+        Weights are missing, left over or mis-shaped. No file is written.
+    """
+    shapes = config.tensor_shapes()
+    got = {name: tuple(np.shape(weight)) for name, weight in weights.items()}
+    if got != shapes:
+        wrong = sorted(name for name in got.keys() | shapes.keys() if got.get(name) != shapes.get(name))
+        what = f"{wrong[0]} must have shape {shapes.get(wrong[0], 'none: it is not one of them')}"
+        raise ValueError(f"the drafter's weights must be those of its configuration: {what}, got {got.get(wrong[0])}")
+    write_kdtr(path, weights, {"block_drafter": json.dumps(config.to_dict(), sort_keys=True), **(metadata or {})})
+
+
+def load_block_drafter(path: str | os.PathLike[str], target: DeepseekV3, *, backend: str | None = None) -> BlockDrafter:
+    """Load a block drafter that :func:`save_block_drafter` wrote, for ``target``.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        The file.
+    target : DeepseekV3
+        The model that it was trained for: its type of numbers and its device are the drafter's.
+    backend : str, optional
+        See :class:`BlockDrafter`.
+
+    Raises
+    ------
+    ValueError
+        The file holds no drafter, or not one of this target's sizes, or is damaged (:class:`ddtree.kdtr.KdtrError`).
+    """
+    path = Path(path)
+    with KdtrFile(path) as file:
+        if "block_drafter" not in file.metadata:
+            have = ", ".join(file.metadata) or "nothing"
+            raise ValueError(f"{path} is no block drafter: its metadata has no 'block_drafter', only {have}")
+        try:
+            settings = json.loads(file.metadata["block_drafter"])
+            if not isinstance(settings, dict):
+                raise ValueError(f"must hold a JSON object, got {type(settings).__name__}")
+            config = BlockConfig.from_dict(settings)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}: metadata 'block_drafter': {error}") from error
+        return BlockDrafter(config, {name: file[name] for name in file}, target, backend=backend)

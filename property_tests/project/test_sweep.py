@@ -1,0 +1,487 @@
+"""Sweeps: the table, what is kept and computed again, processes and clusters, the commands, and what is refused."""
+
+import csv
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ddtree.analysis import sweep as sweep_module
+from ddtree.analysis.acceptance import tau_interval
+from ddtree.analysis.record import read_prompts, record, vocabulary_digest
+from ddtree.analysis.replay import replay
+from ddtree.analysis.sweep import fingerprint, policy_grid, sweep, write_sweep
+from ddtree.analysis.trace import Trace, TraceWriter, open_trace
+from ddtree.cli import main
+from ddtree.costs import CostModel
+from ddtree.drafters import NgramDrafter
+from ddtree.kdtr import write_kdtr
+from ddtree.pair import load_pair, load_prompts
+from ddtree.policies import (
+    all_children,
+    chain,
+    confidence,
+    cost_aware,
+    fixed_budget,
+    limited,
+    policy_name,
+    spine_first,
+    static_tree,
+)
+from ddtree.property_tests.compare import assert_same
+from ddtree.property_tests.targets import AttentionTarget, RandomDrafter
+
+PROMPTS = [[1, 2, 1, 2], [3], [4, 5, 6], [7, 7, 7]]
+COSTS = CostModel(np.array([0, 4, 40]), np.array([0, 64]), np.array([[1.0, 1.1, 4.0], [2.0, 2.1, 9.0]]))
+GRID: dict[str, Any] = {
+    "tree": [fixed_budget(b) for b in (1, 4, 16)],
+    "tree, L ≤ 2": [limited(fixed_budget(b), depth=2) for b in (1, 4, 16)],
+    "priced": [cost_aware(20, COSTS)],
+    "chain": [chain(1), chain(3)],
+}
+
+
+def recorded(folder, drafter=None, **options):
+    options = {"depth": 3, "topk": 4, "max_new_tokens": 20, "prompts_a_chunk": 3} | options
+    return record(AttentionTarget(1), drafter or NgramDrafter(), PROMPTS, folder, **options)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces")
+    return [recorded(folder / "n-gram"), recorded(folder / "random", RandomDrafter(3))]
+
+
+def test_every_cell_is_its_replay(traces):
+    table = sweep(traces, GRID)
+    rows = iter(table.records())
+    for trace in traces:
+        for series, policies in GRID.items():
+            for policy in policies:
+                row, rounds = next(rows), replay(trace, policy)
+                tau, low, high = tau_interval(rounds)
+                assert (row["trace"], row["policy"], row["label"]) == (trace.name, series, policy_name(policy))
+                assert (row["budget"], row["tau"], row["low"], row["high"]) == (policy.budget, tau, low, high)
+                assert (row["depth"], row["topk"]) == (2 if series.endswith("2") else 3, 4)
+                assert (row["n_rounds"], row["n_tokens"]) == (len(rounds), rounds.tokens.sum())
+                assert row["used_last_rank"] == rounds.used_last_rank.sum()
+                assert (row["nodes"], row["n_prompts"]) == (rounds.num_nodes.mean(), len(PROMPTS))
+    assert next(rows, None) is None
+    assert max(table.tau) > 1
+
+
+def test_sweep_of_less_is_a_replay_of_less(traces):
+    table = sweep(traces[:1], {"tree": [fixed_budget(9)]}, max_new_tokens=7, stop_token_ids=[5])
+    rounds = replay(traces[0], fixed_budget(9), max_new_tokens=7, stop_token_ids=[5])
+    assert (table.n_tokens.tolist(), table.n_rounds.tolist()) == ([rounds.tokens.sum()], [len(rounds)])
+
+
+class Counting:
+    """Notes each policy that is replayed."""
+
+    def __init__(self, monkeypatch):
+        self.names: list[str] = []
+        real = sweep_module._replayed
+
+        def replayed(trace, policies, options):
+            self.names += [policy_name(p) for p in policies]
+            return real(trace, policies, options)
+
+        monkeypatch.setattr(sweep_module, "_replayed", replayed)
+
+
+def test_finished_cell_is_not_computed_again(traces, tmp_path, monkeypatch):
+    counting = Counting(monkeypatch)
+    whole = sweep(traces, GRID)
+    assert len(counting.names) == 18
+    counting.names.clear()
+    part = {"tree": GRID["tree"][:2]}
+    sweep(traces[:1], part, folder=tmp_path)
+    assert counting.names == ["fixed_budget(1)", "fixed_budget(4)"]
+    counting.names.clear()
+    again = sweep(traces, GRID, folder=tmp_path)
+    assert again.records() == whole.records()
+    assert len(counting.names) == 16
+    counting.names.clear()
+    assert sweep(traces, GRID, folder=tmp_path).records() == whole.records()
+    assert counting.names == []
+    # the same trace elsewhere, and held in memory, are other names and other chunks, not the same numbers under one
+    other = CostModel(COSTS.nodes, COSTS.contexts, COSTS.verify_seconds * 2.0)
+    sweep(traces[:1], {"priced": [cost_aware(20, other)]}, folder=tmp_path)
+    sweep(traces[:1], {"tree": [fixed_budget(1)]}, folder=tmp_path, max_new_tokens=5)
+    assert counting.names == ["cost_aware(20)", "fixed_budget(1)"]
+
+
+def test_cell_is_known_by_all_that_makes_it():
+    same = [cost_aware(8, COSTS), cost_aware(8, CostModel(COSTS.nodes, COSTS.contexts, COSTS.verify_seconds))]
+    assert len({fingerprint(p) for p in same}) == 1
+    costs = CostModel(COSTS.nodes, COSTS.contexts, COSTS.verify_seconds, 0.5)
+    others = [
+        *same[:1], cost_aware(8, costs), cost_aware(8, COSTS, clamp=True), cost_aware(9, COSTS), fixed_budget(8),
+        confidence(8, 0.5), limited(fixed_budget(8), depth=2), limited(fixed_budget(8), topk=2), chain(2),
+        static_tree([(0,), (1,)]), static_tree([(0,), (0, 0)]), all_children(8, 2), all_children(8, 3), spine_first(8),
+    ]  # fmt: skip
+    assert len({fingerprint(p) for p in others}) == len(others)
+
+
+def test_damaged_cell_is_named(traces, tmp_path):
+    grid = {"tree": [fixed_budget(2)]}
+    sweep(traces[:1], grid, folder=tmp_path)
+    [cell] = (tmp_path / "cells").iterdir()
+    cell.write_bytes(cell.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{cell.name}: truncated"):
+        sweep(traces[:1], grid, folder=tmp_path)
+    write_kdtr(cell, {"sums": np.zeros((2, 3))})
+    with pytest.raises(ValueError, match=rf"{cell.name}: must hold sums \(P, 4\) and used_last_rank, remove it"):
+        sweep(traces[:1], grid, folder=tmp_path)
+
+
+def test_trace_in_memory_is_swept_as_its_files(traces):
+    held = Trace(traces[0].manifest, list(traces[0].chunks()), "held")
+    table = sweep([held], GRID)
+    files = sweep(traces[:1], GRID)
+    assert [{**r, "trace": ""} for r in table.records()] == [{**r, "trace": ""} for r in files.records()]
+    assert held.digest() == traces[0].in_memory().digest() != traces[1].in_memory().digest()
+
+
+class Backwards:
+    """An executor that does the work at once, and gives the last result first."""
+
+    def submit(self, function, *arguments):
+        future: Future[Any] = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+def test_order_of_results_does_not_matter(traces, monkeypatch):
+    monkeypatch.setattr(sweep_module, "as_completed", lambda futures: list(futures)[::-1])
+    assert sweep(traces, GRID, Backwards()).records() == sweep(traces, GRID).records()
+
+
+class Deadly:
+    """A policy that takes its process with it, until a file is there; then a chain."""
+
+    budget = 2
+
+    def __init__(self, flag):
+        self.flag = Path(flag)
+
+    def __call__(self, *draft):
+        if not self.flag.exists():
+            self.flag.touch()
+            os._exit(1)
+        return chain(2)(*draft)
+
+
+def test_killed_process_loses_no_finished_cell_and_the_sweep_goes_on(traces, tmp_path, monkeypatch):
+    grid: dict[str, Any] = {"tree": GRID["tree"], "chain": [chain(3)], "deadly": [Deadly(tmp_path / "flag")]}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool, pytest.raises(BrokenProcessPool):
+        sweep(traces[:1], grid, pool, folder=tmp_path)  # one after the other: the deadly one is not the first
+    counting = Counting(monkeypatch)
+    table = sweep(traces[:1], grid, folder=tmp_path)
+    assert counting.names  # what was under way is done again
+    assert set(counting.names) < {"Deadly", "chain(3)", *map(policy_name, GRID["tree"])}
+    assert table.records()[:4] == sweep(traces[:1], {k: grid[k] for k in ("tree", "chain")}).records()
+    assert table.tau[4] == replay(traces[0], chain(2)).tau
+
+
+CLUSTER = """
+import sys
+from dask.distributed import Client, LocalCluster
+from ddtree.analysis.sweep import sweep
+from ddtree.analysis.trace import open_trace
+from ddtree.property_tests.project.test_sweep import GRID, Deadly
+
+if __name__ == "__main__":
+    traces = [open_trace(path) for path in sys.argv[2:]]
+    flag = sys.argv[1] + "/flag"
+    grid = GRID | {"deadly": [Deadly(flag)]}
+    options = dict(n_workers=2, threads_per_worker=1, dashboard_address=None, worker_dashboard_address=None)
+    with LocalCluster(**options) as cluster, Client(cluster) as client:
+        table = sweep(traces, grid, client.get_executor(), folder=sys.argv[1])
+    assert table.records() == sweep(traces, grid).records()
+    print("the same")
+"""
+
+
+def test_dask_cluster_gives_the_same_and_a_killed_worker_loses_nothing(traces, tmp_path):
+    pytest.importorskip("distributed", reason="optional library distributed is not installed")
+    (tmp_path / "run.py").write_text(CLUSTER)
+    paths = [str(trace._chunks[0].parent) for trace in traces]
+    command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path), *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout.endswith("the same\n"), done.stderr[-3000:]
+    assert (tmp_path / "flag").exists()  # a worker did die
+
+
+def test_tables_are_written_whole_and_tidy(traces, tmp_path):
+    table = sweep(traces, GRID)
+    single = sweep(traces[:1], {"tree": [fixed_budget(3)]}, max_new_tokens=1)  # no round, no tau
+    for t in (table, single):
+        paths = write_sweep(t, tmp_path)
+        assert [p.name for p in paths] == ["sweep.csv", "sweep.json"] == sorted(p.name for p in tmp_path.iterdir())
+        document = json.loads(paths[1].read_text())
+        assert document["cells"] == t.records()
+        with open(paths[0], newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [{k: "" if v is None else str(v) for k, v in r.items()} for r in t.records()] == rows
+    assert single.records()[0]["tau"] is None
+
+
+def test_grid_has_every_budget_under_every_limit(traces, tmp_path):
+    COSTS.save(tmp_path / "costs.json")
+    folder = str(traces[0]._chunks[0].parent)
+    specs = ["tree", "chain", "spine-first", "all-children:2", "confidence:0.5", f"cost:{tmp_path}/costs.json"]
+    grid = policy_grid([*specs, f"static:{folder}"], [1, 4], depth=3)
+    assert list(grid) == [*specs, f"static:{folder}"]
+    assert [[policy_name(p) for p in ps] for ps in grid.values()] == [
+        ["fixed_budget(1)", "fixed_budget(4)"],
+        ["chain(3)"],
+        ["spine_first(1)", "spine_first(4)"],
+        ["all_children(1, 2)", "all_children(4, 2)"],
+        ["confidence(1, 0.5)", "confidence(4, 0.5)"],
+        ["cost_aware(1)", "cost_aware(4)"],
+        ["static_tree(1)", "static_tree(4)"],
+    ]
+    assert len(sweep(traces[:1], grid).tau) == 13
+    grid = policy_grid(["tree", "chain"], [4], depths=[1, 2], topks=[2, 4], depth=3)
+    assert {series: [policy_name(p) for p in ps] for series, ps in grid.items()} == {
+        "tree, L ≤ 1, K ≤ 2": ["limited(fixed_budget(4), depth=1, topk=2)"],
+        "tree, L ≤ 1, K ≤ 4": ["limited(fixed_budget(4), depth=1, topk=4)"],
+        "tree, L ≤ 2, K ≤ 2": ["limited(fixed_budget(4), depth=2, topk=2)"],
+        "tree, L ≤ 2, K ≤ 4": ["limited(fixed_budget(4), depth=2, topk=4)"],
+        "chain, L ≤ 1": ["chain(1)"],
+        "chain, L ≤ 2": ["chain(2)"],
+    }
+    assert list(policy_grid(["tree"], [4], depths=[2], depth=3)) == ["tree"]
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("oak", r"policy must be tree, chain, .*, got 'oak'"),
+        ("tree:4", r"policy must be tree, chain, .*, got 'tree:4'"),
+        ("confidence", r"policy confidence must have a number behind the colon, got ''"),
+        ("all-children:x", r"policy all-children must have a number behind the colon, got 'x'"),
+        ("confidence:2", r"cutoff must be over 0 and at most 1, got 2.0"),
+        ("cost", r"policy must be .*, got 'cost'"),
+    ],
+)
+def test_unknown_kind_of_policy_is_named(spec, message):
+    with pytest.raises(ValueError, match=message):
+        policy_grid([spec], [4], depth=3)
+
+
+def another(folder, name, **options):
+    with TraceWriter(folder / name, **{"vocab_size": 11, "depth": 3, "topk": 4, "max_new_tokens": 20} | options) as w:
+        m = w.manifest
+        w.append([1, 2], 1, np.zeros((0, m.depth, m.topk)), np.zeros((0, m.depth, m.topk), np.int32))
+    return open_trace(folder / name)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"vocab_size": 12}, r"other: vocab_size of the manifest must be 11, as of n-gram, got 12"),
+        ({"vocabulary": "y"}, r"other: vocabulary of the manifest must be '', as of n-gram, got 'y'"),
+        ({"depth": 2}, r"other: depth of the manifest must be 3, as of n-gram, got 2: sweep them apart"),
+        ({"topk": 5}, r"other: topk of the manifest must be 4, as of n-gram, got 5"),
+    ],
+)
+def test_traces_that_do_not_fit_together_are_named(traces, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        sweep([traces[0], another(tmp_path, "other", **options)], GRID)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda t: sweep([], GRID), ValueError, r"traces must hold one trace or more, got none"),
+        (lambda t: sweep(list("x"), GRID), TypeError, r"traces\[0\] must be a Trace, .*, got str"),
+        (lambda t: sweep([t, t], GRID), ValueError, r"traces\[1\] must have a name of its own, 'n-gram' is"),
+        (lambda t: sweep([t], {"tree": []}), ValueError, r"grid must hold one policy or more, got none"),
+        (
+            lambda t: sweep([t], {"a": [chain(1)] * 2}),
+            ValueError,
+            r"grid\['a'\] must hold policies .* 'chain\(1\)' twice",
+        ),
+        (lambda t: sweep([t], {"a": [*range(1)]}), TypeError, r"policies\[0\] must be callable .*, got int"),
+        (
+            lambda t: sweep([t], {"a": [limited(chain(1), topk=5)]}),
+            ValueError,
+            r"topk of policy limited\(chain\(1\), topk=5\) must be at most 4, what n-gram has, got 5: record more",
+        ),
+        (
+            lambda t: sweep([t], {"a": [limited(limited(chain(1), depth=4), topk=1)]}),
+            ValueError,
+            r"depth of policy .* must be at most 3, what n-gram has, got 4",
+        ),
+    ],
+)
+def test_what_cannot_be_swept_is_named(traces, call, error, message):
+    with pytest.raises(error, match=message):
+        call(traces[0])
+
+
+def encode(text):
+    return [ord(c) % 11 for c in text]
+
+
+def test_prompts_are_read_as_text_and_as_lines(tmp_path):
+    (tmp_path / "a.py").write_text("if")
+    (tmp_path / "b.jsonl").write_text(
+        '"if"\n\n[1, 2]\n{"prompt": "é", "name": "accent"}\n{"token_ids": [3]}\n', encoding="utf-8"
+    )
+    tokens, names = read_prompts([tmp_path / "a.py", tmp_path / "b.jsonl"], encode)
+    assert [t.tolist() for t in tokens] == [encode("if"), encode("if"), [1, 2], encode("é"), [3]]
+    assert names == ["a.py", "b.jsonl:1", "b.jsonl:3", "accent", "b.jsonl:5"]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", r"p.jsonl:1: must be JSON, got"),
+        ("3", r"p.jsonl:1: prompt must be a string or a list of token ids, got int"),
+        ('{"text": "x"}', r"p.jsonl:1: must have prompt or token_ids, one of them, got \['text'\]"),
+        ('{"prompt": "x", "name": 3}', r"p.jsonl:1: name must be a string, got 3"),
+        ("[-1]", r"p.jsonl:1: token_ids\[0\] must be in 0"),
+        ("[0.5]", r"p.jsonl:1: token_ids must hold integer token ids, got float64"),
+        ('""', r"p.jsonl:1: prompt must have one token or more, got none"),
+    ],
+)
+def test_line_that_is_no_prompt_is_named(tmp_path, line, message):
+    (tmp_path / "p.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_prompts([tmp_path / "p.jsonl"], encode)
+    (tmp_path / "p.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"p.txt: must be UTF-8 text, got"):
+        read_prompts([tmp_path / "p.txt"], encode)
+
+
+def test_vocabularies_differ_by_digest():
+    assert len({vocabulary_digest(v) for v in ([b"ab", b"c"], [b"a", b"bc"], [b"ab"], [b"c", b"ab"])}) == 4
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1", "FORCE_COLOR": None})
+    return lambda *words: runner.invoke(main, list(map(str, words)), catch_exceptions=False)
+
+
+def test_sweep_command_writes_tables_figures_and_cells(run, traces, tmp_path, monkeypatch):
+    folder = traces[0]._chunks[0].parent
+    words = ("sweep", folder, "--budgets", "1,4,16", "--out", "out")
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    written = {p.name for p in (tmp_path / "out").iterdir()}
+    assert {"sweep.csv", "sweep.json", "tau_by_budget.svg", "frontier.svg", "cells"} <= written
+    assert all(name in result.stdout for name in written - {"cells"})
+    grid = {"tree": [fixed_budget(b) for b in (1, 4, 16)], "chain": [chain(3)]}
+    expected = sweep([open_trace(folder)], grid).records()
+    assert json.loads((tmp_path / "out" / "sweep.json").read_text())["cells"] == expected
+    for row in expected:
+        assert f"{row['tau']:.2f}" in result.stdout
+    again = run("plot", "out", "-o", "figures", "--format", "png")
+    assert again.exit_code == 0, again.output
+    assert {"tau_by_budget.png", "frontier.png"} <= {p.name for p in (tmp_path / "figures").iterdir()}
+    assert f"{expected[0]['tau']:.3f}" in again.stdout
+    counting = Counting(monkeypatch)
+    assert run(*words[:3], "1,4,8,16", *words[4:], "--policy", "tree", "--policy", "spine-first").exit_code == 0
+    assert sorted(counting.names) == ["fixed_budget(8)", *(f"spine_first({b})" for b in (1, 16, 4, 8))]
+
+
+def test_sweep_command_without_a_trace_takes_the_shipped_one(run, tmp_path):
+    result = run("sweep", "--budgets", "64", "--out", "out")
+    assert result.exit_code == 0, result.output
+    cells = json.loads((tmp_path / "out" / "sweep.json").read_text())["cells"]
+    assert [(c["trace"], c["label"]) for c in cells] == [("python-5m", "fixed_budget(64)"), ("python-5m", "chain(7)")]
+    assert cells[0]["tau"] > cells[1]["tau"] > 3
+
+
+def test_record_command_records_what_the_function_does(run, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"token_ids": [5, 6, 7], "name": "a"}\n[9, 9]\n[4]\n')
+    words = ["record", "p.jsonl", "--out", "t", "--max-new-tokens", 5, "--topk", 6, "--chunk", 2]
+    result = run(*words, "--limit", 2)
+    assert result.exit_code == 0, result.output
+    assert "2 prompts, 10 new tokens, 8 drafts of 7 × 6" in result.stdout
+    assert result.stderr == ""  # no bar where there is no terminal
+    pair = load_pair()
+    [chunk] = open_trace("t")
+    [expected] = record(
+        *(pair.target, pair.drafter, [[5, 6, 7], [9, 9]], tmp_path / "e"),
+        **{"topk": 6, "max_new_tokens": 5, "stop_token_ids": [0], "names": ["a", "p.jsonl:2"]},
+    )
+    for f in fields(chunk):
+        assert np.array_equal(getattr(chunk, f.name), getattr(expected, f.name)), f.name
+    manifest = open_trace("t").manifest
+    assert (manifest.target, manifest.drafter, manifest.stop_token_ids) == ("python-5m", "block drafter", (0,))
+    again = run(*words)
+    assert again.exit_code == 2
+    assert "this one is complete: choose another folder" in again.output
+    held = run("record", "--held-out", "--limit", 1, "--drafter", "ngram", "--max-new-tokens", 2, "--out", "h")
+    assert held.exit_code == 0, held.output
+    [chunk] = open_trace("h")
+    assert_same(chunk.prompt_tokens(0)[:-2], load_prompts().tokens[0])
+    assert (chunk.names, open_trace("h").manifest.drafter) == ((load_prompts().sources[0],), "n-gram lookup")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], r"give PROMPTS, or --held-out for the pair's own"),
+        (["p.jsonl", "--held-out"], r"give PROMPTS, or --held-out for the pair's own"),
+        (["p.jsonl", "--topk", "2049"], r"topk must be in 1 … 2048 \(the vocabulary size\), got 2049"),
+        (["p.jsonl", "--depth", "8"], r"depth"),
+        (["p.jsonl", "--top-p", "2"], r"top_p must be over 0 and at most 1, got 2.0"),
+        (["q.jsonl"], r"q.jsonl:1: must be JSON"),
+        (["none.jsonl"], r"none.jsonl: No such file"),
+        (["p.jsonl", "--pair", "nowhere"], r"nowhere/target.kdtr is missing"),
+    ],
+)
+def test_record_command_says_in_a_line_what_is_wrong_and_writes_nothing(run, tmp_path, words, message):
+    (tmp_path / "p.jsonl").write_text("[1, 2]")
+    (tmp_path / "q.jsonl").write_text("{")
+    result = run("record", "--out", "t", *words)
+    assert result.exit_code in (1, 2)
+    assert re.search(message, " ".join(result.output.split())), result.output
+    assert not (tmp_path / "t").exists()
+
+
+def test_sweep_command_gives_the_same_with_processes(run, traces, tmp_path):
+    folders = [trace._chunks[0].parent for trace in traces]
+    words = ["sweep", *folders, "--budgets", "1,4"]
+    assert run(*words, "--out", "a").exit_code == run(*words, "--out", "b", "--jobs", 2).exit_code == 0
+    for name in ("sweep.csv", "sweep.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--budgets", "1,x"], r"must be whole numbers with commas between them"),
+        (["--budgets", "-1"], r"-1 must be 0 or more"),
+        (["--depth", "0"], r"0 must be 1 or more"),
+        (["--policy", "oak"], r"policy must be tree, chain"),
+        (["--topk", "9"], r"topk of policy .* must be at most 4, what n-gram has, got 9"),
+        (["--max-new-tokens", "99"], r"max_new_tokens must be in 1 … 20 \(what was recorded\), got 99"),
+        (["nowhere"], r"nowhere/manifest.json: No such file"),
+    ],
+)
+def test_sweep_command_says_in_a_line_what_is_wrong(run, traces, words, message):
+    result = run("sweep", traces[0]._chunks[0].parent, "--out", "out", *words)
+    assert result.exit_code in (1, 2)
+    assert re.search(message, " ".join(result.output.split()))
+    assert not (Path("out") / "sweep.csv").exists()
