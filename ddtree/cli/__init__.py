@@ -15,6 +15,7 @@ from ddtree.cli.demo import demo
 from ddtree.cli.generate import generate
 from ddtree.cli.info import info
 from ddtree.cli.kdtr import kdtr
+from ddtree.cli.pay import pay
 from ddtree.cli.plot import plot
 from ddtree.cli.record import record
 from ddtree.cli.replay import replay
@@ -49,5 +50,5 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # τ on a terminal that has none is no reason to stop
 
 
-for command in (bench, check, demo, generate, info, kdtr, plot, record, replay, report, sweep):
+for command in (bench, check, demo, generate, info, kdtr, pay, plot, record, replay, report, sweep):
     main.add_command(command)

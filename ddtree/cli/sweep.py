@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ddtree.analysis.sweep import SweepTable
 
 
-def _numbers(least: int) -> Callable[[Any, Any, str | None], tuple[int, ...]]:
+def numbers(least: int) -> Callable[[Any, Any, str | None], tuple[int, ...]]:
     """Whole numbers of ``least`` and up, with commas between them."""
 
     def parse(ctx: Any, param: Any, value: str | None) -> tuple[int, ...]:
@@ -38,17 +38,17 @@ def _numbers(least: int) -> Callable[[Any, Any, str | None], tuple[int, ...]]:
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR")
 @click.option(
     "--budgets",
-    callback=_numbers(0),
+    callback=numbers(0),
     metavar="N,…",
     default="8,16,32,64,128,256,512",
     show_default=True,
     help="Node budgets.",
 )
 @click.option(
-    "--depth", "depths", callback=_numbers(1), metavar="N,…", help="Limits of L; all that was recorded if left out."
+    "--depth", "depths", callback=numbers(1), metavar="N,…", help="Limits of L; all that was recorded if left out."
 )
 @click.option(
-    "--topk", "topks", callback=_numbers(1), metavar="N,…", help="Limits of K; all that was recorded if left out."
+    "--topk", "topks", callback=numbers(1), metavar="N,…", help="Limits of K; all that was recorded if left out."
 )
 @click.option(
     "--policy",

@@ -2,15 +2,20 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from ddtree.analysis.acceptance import acceptance_table, tau_table
+from ddtree.analysis.calibration import calibration_table
 from ddtree.analysis.comparison import compare
 from ddtree.analysis.pay import would_a_tree_pay
 from ddtree.analysis.rounds import concatenate_rounds, round_table
+from ddtree.analysis.trace import TraceWriter
+from ddtree.cli import main
 from ddtree.engine import Engine, ScriptedTarget
 from ddtree.property_tests.project.made_traces import calibrated_chunk, chunk_of, random_chunk
 
@@ -177,3 +182,68 @@ def test_nothing_to_walk_gives_nan():
 def test_bad_arguments_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call(random_chunk(0, prompts=2))
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1", "FORCE_COLOR": None})
+    return lambda *words: runner.invoke(main, ["pay", *map(str, words)], catch_exceptions=False)
+
+
+def write_trace(folder, chunk):
+    """Record a chunk as a trace."""
+    _, L, K = chunk.log_probs.shape
+    with TraceWriter(folder, 8, L, K, max_new_tokens=40) as writer:
+        for p, given in enumerate(chunk.prompt_lens.tolist()):
+            rows = slice(chunk.position_offsets[p], chunk.position_offsets[p + 1])
+            tokens = chunk.token_ids[chunk.token_offsets[p] : chunk.token_offsets[p + 1]]
+            writer.append(tokens, given, chunk.log_probs[rows], chunk.draft_token_ids[rows])
+
+
+def test_command_shows_and_writes_what_the_functions_say(run, tmp_path):
+    chunk = calibrated_chunk(5, prompts=12, new=30, L=3, K=4, vocab_size=8)
+    write_trace("recorded", chunk)
+    result = run("recorded", "--budgets", "1,4,16", "--out", "out", "--format", "png")
+    assert result.exit_code == 0, result.output
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+    assert "…" not in result.stdout
+    table, calibration = would_a_tree_pay(chunk, (1, 4, 16)), calibration_table(chunk)
+    for row in table.records():
+        line = rf"{row['policy']} +{row['budget']} +{row['expected']:.2f} +{row['tau']:.2f} "
+        assert re.search(line, result.stdout), line
+    for row in table.choices.records():
+        line = rf"{row['path']} +{row['depth']} +{row['n']} +{row['rank_1']:.1%} +{row['rank_2']:.1%} "
+        assert re.search(line, result.stdout), line
+    for row in calibration.records()[:3]:
+        assert re.search(rf"{row['depth']} +{row['n']} .* {row['brier']:.3f} +{row['temperature']:.2f} ", result.stdout)
+    verdict = " ".join(result.stdout.split())
+    assert f"A tree of 16 nodes emits {table.records()[-1]['pays_below']:.2f} (" in verdict
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "pay.json",
+        "pay.png",
+        "calibration.png",
+        "reliability.png",
+    }
+    document = json.loads((tmp_path / "out/pay.json").read_text(encoding="utf-8"))
+    assert document["budgets"] == table.records()
+    assert document["choices"] == table.choices.records()
+    assert document["calibration"] == calibration.records()
+    assert (document["trace"], document["level"]) == ("recorded", 0.95)
+
+
+def test_command_of_a_trace_without_rounds_and_of_none(run, tmp_path):
+    write_trace("short", chunk_of([[1], [2]], [(np.zeros((0, 2, 2)), np.zeros((0, 2, 2)))] * 2))
+    result = run("short")
+    assert result.exit_code == 0, result.output
+    assert "No rounds: the trace has no prompt of two new tokens" in result.stdout
+    missing = run("nowhere")
+    assert missing.exit_code == 1
+    assert "nowhere" in missing.stderr
+    (tmp_path / "short/manifest.json").write_text("{")
+    damaged = run("short")
+    assert damaged.exit_code == 2
+    assert "manifest.json" in damaged.stderr
+    refused = run("short", "--budgets", "0")
+    assert refused.exit_code == 2
+    assert "0 must be 1 or more" in refused.stderr
