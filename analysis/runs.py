@@ -1,6 +1,27 @@
 """Saved runs: a generation, its prompts and the bytes of its tokens in one KDTR file, to be looked at later.
 
-Letters: P prompts, R rounds, M rows (a request's round), n nodes of all trees, each row's root among them.
+Letters: P prompts, R rounds of the engine, M rows (one request's part of a round), n nodes in use of all trees, each
+row's root among them, V vocabulary. Lists of different lengths stand behind each other in one array, with offsets from
+0 to its length beside it. The arrays of a file, with the metadata ``format`` = "ddtree run 1" and ``settings``, JSON:
+
+``prompt_token_ids`` int32, ``prompt_offsets`` int64 (P + 1), ``new_token_ids`` int32, ``new_offsets`` int64 (P + 1)
+    The texts; the first new token of each is the prefill's.
+``stopped`` bool (P)
+    Whether a stop token ended it, rather than the last token allowed.
+``round_offsets`` int64 (R + 1), ``round_slots``, ``round_max_depths``, ``round_num_candidates`` int32 (R)
+    Which rows a round has, and N, L and K of its trees.
+``row_requests`` int32, ``row_finished`` bool, ``row_bonus_token_ids`` int32, all (M)
+    The request, whether the row ended it, and the target's choice after the last kept node.
+``node_offsets`` int64 (M + 1), ``node_token_ids``, ``node_parents``, ``node_ranks`` int32, ``node_scores`` float64,
+``node_choices`` int32, all (n)
+    Trees as in :class:`ddtree.DraftTree`, parents as places in the row's own tree, and the target's choice after each
+    node, −1 for none.
+``kept_offsets`` int64 (M + 1), ``kept_nodes`` int32
+    The accepted path of each row, from the root down.
+``seconds`` float64 (7)
+    Of each stage in ``ddtree.engine.STAGES``.
+``token_bytes`` uint8, ``token_byte_offsets`` int64 (V + 1)
+    The vocabulary; both are left out together.
 """
 
 from __future__ import annotations

@@ -54,13 +54,14 @@ class _CannotPlot(click.ClickException):
     "show the engine's configuration.",
 )
 def plot(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, draft_length: int | None) -> None:
-    """Read acceptance out of server logs, and plot it.
+    """Read acceptance out of server logs, or of sweeps, and plot it.
 
     INPUT is a log of vLLM, SGLang or llama.cpp, of any size, or - for a pipe. It may hold the periodic lines, or
-    Prometheus counters scraped again and again. Several logs are compared.
+    Prometheus counters scraped again and again. Several logs are compared. Or it is the folder of a `ddtree sweep`.
 
     \b
       ddtree plot server.log -o figures/
+      ddtree plot sweep/ -o figures/
       docker logs vllm 2>&1 | ddtree plot -
       while sleep 10; do curl -s localhost:8000/metrics; done | ddtree plot -
 
@@ -132,7 +133,33 @@ def _plot_logs(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, dr
         console.print(f"Written: {', '.join(written)}", markup=False, soft_wrap=True)
 
 
-_PLOTS: dict[str, Callable[[tuple[str, ...], tuple[Path, ...], str, int | None], None]] = {"log": _plot_logs}
+def _plot_sweeps(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, draft_length: int | None) -> None:
+    from rich.console import Console
+
+    from ddtree.analysis.figures import plot_sweep
+    from ddtree.analysis.figures.sweep import sweep_tables
+
+    for path in outputs:
+        if path.suffix.lower() in _FILES:
+            raise _CannotPlot(f"{path} must be a folder: the figures of a sweep are several files")
+    console, written = Console(highlight=False), []
+    for name in inputs:
+        try:
+            tables = sweep_tables(name)
+            for path in outputs:
+                written += plot_sweep(name, path / Path(name).resolve().name if len(inputs) > 1 else path, kind=kind)
+        except ValueError as error:
+            raise _CannotPlot(str(error)) from error
+        for trace, table in tables.items():
+            console.print(f"{name}{f', {trace}' if trace else ''}\n{table}", markup=False, soft_wrap=True)
+    if written:
+        console.print(f"Written: {', '.join(map(str, written))}", markup=False, soft_wrap=True)
+
+
+_PLOTS: dict[str, Callable[[tuple[str, ...], tuple[Path, ...], str, int | None], None]] = {
+    "log": _plot_logs,
+    "sweep": _plot_sweeps,
+}
 
 
 def _read(inputs: tuple[str, ...], draft_length: int | None) -> ServerLog:
@@ -167,13 +194,12 @@ def _read(inputs: tuple[str, ...], draft_length: int | None) -> ServerLog:
 
 def _write_log(log: ServerLog, path: Path, kind: str) -> list[str]:
     """Write a file, or everything into a folder, each whole or not at all; return the names."""
-    from ddtree.analysis import server_figures as figures
-    from ddtree.analysis.figures import save
+    from ddtree.analysis import figures
     from ddtree.kdtr import atomic_write
 
     suffix = path.suffix.lower()
     if suffix in (".png", ".svg"):
-        return [str(save(figures.plot_server_log(log), path))]
+        return [str(figures.save(figures.plot_server_log(log), path))]
     if suffix == ".csv":
         with atomic_write(path) as file:
             file.write(_csv(log.windows.records()))
@@ -182,13 +208,13 @@ def _write_log(log: ServerLog, path: Path, kind: str) -> list[str]:
         with atomic_write(path) as file:
             file.write(json.dumps(_document(log), indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
         return [str(path)]
-    drawn = (
-        figures.plot_tau_over_time(log).figure,
-        figures.plot_positions(log).figure,
-        figures.plot_running(log).figure,
+    drawn: tuple[Any, ...] = (
+        figures.plot_tau_over_time(log),
+        figures.plot_positions(log),
+        figures.plot_running(log),
         figures.plot_server_log(log),
     )
-    names = [str(save(figure, path / f"{name}.{kind}")) for name, figure in zip(_FIGURES, drawn, strict=True)]
+    names = [str(figures.save(figure, path / f"{name}.{kind}")) for name, figure in zip(_FIGURES, drawn, strict=True)]
     return [*names, *_write_log(log, path / "windows.csv", kind), *_write_log(log, path / "summary.json", kind)]
 
 

@@ -17,7 +17,7 @@ from ddtree import reference
 from ddtree.analysis import figures
 from ddtree.analysis.acceptance import acceptance_table, length_table, rank_table, tau_by_budget, tau_table
 from ddtree.analysis.calibration import CalibrationTable, calibration_table, reliability_table
-from ddtree.analysis.demo import byte_label
+from ddtree.analysis.demo import token_label
 from ddtree.analysis.figures import find
 from ddtree.analysis.pay import would_a_tree_pay
 from ddtree.analysis.speedup import CostTable, cost_table, speedup_table
@@ -28,6 +28,7 @@ from ddtree.property_tests.project.made_traces import a_round, chunk_of, random_
 from ddtree.property_tests.project.test_analysis import CHAIN, hand_worked_rounds
 from ddtree.svg import LONGEST_LABEL
 from ddtree.trees import tree_from_parents
+from ddtree.vocabulary import Vocabulary
 
 LOOKS_THE_SAME = 1.0
 """Root mean square difference of grey levels, 0 … 255. Without text, matplotlib 3.10 and 3.11 draw the same pixels;
@@ -347,7 +348,8 @@ def test_tree_labels():
 
     assert written(lambda token: f"${token}$") == ["$9$", "$1$", "$3$", "$4$", "$2$"]
     assert written(["a" * 40, *"bcde"])[0] == "a" * (LONGEST_LABEL - 1) + "…"
-    assert [byte_label(b) for b in b" \n\tA\x00\xff"] == ["␣", "↵", "⇥", "A", "00", "ff"]
+    vocabulary = Vocabulary([b"", b" \n", b"\tA", b"\xff"])
+    assert [token_label(vocabulary, t) for t in range(4)] == ["(end)", "␣↵", "⇥A", "\ufffd"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddtree.analysis import server_figures, server_log_formats, server_logs
+from ddtree.analysis import figures, server_logs
+from ddtree.analysis.server_logs import formats as server_log_formats
 from ddtree.analysis.server_logs import read_server_logs
 from ddtree.cli import main
 
@@ -408,22 +409,22 @@ def long_log():
 
 def test_figures_draw_what_the_tables_hold():
     log = read(*long_log())
-    drawn = server_figures.plot_tau_over_time(log)
-    np.testing.assert_allclose(drawn.artists["vLLM"].get_ydata(), log.windows.tau)
-    np.testing.assert_allclose(drawn.artists["vLLM"].get_xdata() * 60, log.windows.seconds)
-    assert len(drawn.artists["alerts"]) == 1
-    drawn = server_figures.plot_positions(log)
-    np.testing.assert_allclose(drawn.artists["vLLM"].get_ydata(), log.positions.unconditional)
-    np.testing.assert_allclose(drawn.artists["vLLM, conditional"].get_ydata(), log.positions.conditional)
-    drawn = server_figures.plot_running(log)
-    np.testing.assert_allclose(drawn.artists["vLLM"].get_offsets()[:, 1], log.by_running.tau)
+    drawn = figures.plot_tau_over_time(log)
+    np.testing.assert_allclose(figures.find(drawn, "vLLM").get_ydata(), log.windows.tau)
+    np.testing.assert_allclose(figures.find(drawn, "vLLM").get_xdata() * 60, log.windows.seconds)
+    assert len([artist for artist in drawn.findobj() if artist.get_gid() == "alerts"]) == 1
+    drawn = figures.plot_positions(log)
+    np.testing.assert_allclose(figures.find(drawn, "vLLM").get_ydata(), log.positions.unconditional)
+    np.testing.assert_allclose(figures.find(drawn, "vLLM, conditional").get_ydata(), log.positions.conditional)
+    drawn = figures.plot_running(log)
+    np.testing.assert_allclose(figures.find(drawn, "vLLM").get_offsets()[:, 1], log.by_running.tau)
 
 
 @pytest.mark.parametrize(
     "lines", [[FIRST], [LLAMA_OLD], ["nothing"], [LLAMA], [THIRD, LLAMA, SGLANG.format(1, "2.00", "0.50")]]
 )
 def test_figures_of_logs_that_do_not_say_all(lines):
-    figure = server_figures.plot_server_log(read(*lines))
+    figure = figures.plot_server_log(read(*lines))
     figure.draw_without_rendering()
     assert len(figure.axes) == 3
 
@@ -498,6 +499,8 @@ def test_plot_of_a_pipe_of_another_process(tmp_path):
         (["cut.log"], "speculative decoding, and 1 begin like one but are damaged"),
         (["folder"], "folder is a folder without sweep.json: name the logs in it"),
         (["other.log", "swept"], "inputs must be of one kind, got log and sweep: plot them one after the other"),
+        (["swept"], "swept/sweep.json: cells must be a list of rows"),
+        (["swept", "-o", "tau.png"], "tau.png must be a folder: the figures of a sweep are several files"),
         (["good.log", "-o", "tau.pdf"], "tau.pdf must be a folder, or a file ending in .png, .svg, .csv, .json"),
         (["good.log", "-o", "good.log/x"], "good.log/x cannot be written (Not a directory): choose another"),
     ],

@@ -394,6 +394,10 @@ def test_sweep_command_writes_tables_figures_and_cells(run, traces, tmp_path, mo
     assert json.loads((tmp_path / "out" / "sweep.json").read_text())["cells"] == expected
     for row in expected:
         assert f"{row['tau']:.2f}" in result.stdout
+    again = run("plot", "out", "-o", "figures", "--format", "png")
+    assert again.exit_code == 0, again.output
+    assert {"tau_by_budget.png", "frontier.png"} <= {p.name for p in (tmp_path / "figures").iterdir()}
+    assert f"{expected[0]['tau']:.3f}" in again.stdout
     counting = Counting(monkeypatch)
     assert run(*words[:3], "1,4,8,16", *words[4:], "--policy", "tree", "--policy", "spine-first").exit_code == 0
     assert sorted(counting.names) == ["fixed_budget(8)", *(f"spine_first({b})" for b in (1, 16, 4, 8))]

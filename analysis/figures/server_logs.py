@@ -1,4 +1,4 @@
-"""Figures of what :mod:`ddtree.analysis.server_logs` read. They draw what its tables hold, and nothing more.
+"""Figures of what :mod:`ddtree.analysis.server_logs` read.
 
 Where several files or sources were read each is a series, with its own colour, mark and line.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddtree.analysis.figures import GREY, INK, MARKS, Drawing, _new_axes, _plain
+from ddtree.analysis.figures.style import COLUMN, GREY, INK, MARKS, new_axes, plain, styled
 from ddtree.analysis.server_logs import SOURCES, ServerLog
 
 if TYPE_CHECKING:
@@ -23,14 +23,15 @@ LINES = ("-", "--", ":", "-.")
 UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
 
-def plot_tau_over_time(log: ServerLog, *, ax: Axes | None = None) -> Drawing:
+@styled
+def plot_tau_over_time(log: ServerLog, *, ax: Axes | None = None) -> Axes:
     """Draw τ of each window against time, and as a dotted line τ over all of them.
 
-    Windows without a time stamp stand in their order. Stretches that were warned of are shaded. Artists: a line a
-    series, under its name, and "alerts", the shaded stretches.
+    Windows without a time stamp stand in their order. Stretches that were warned of are shaded. Names: each series'
+    own, and "alerts" for the shaded stretches.
     """
-    ax = ax or _new_axes(7.2, 3.6)
-    artists: dict[str, Any] = {"alerts": []}
+    ax = ax or new_axes(width=2 * COLUMN)
+    anything, shaded = False, False
     windows = log.windows
     stamped = bool(len(windows)) and bool((~np.isnan(windows.seconds)).any())
     scale, unit = 1.0, ""
@@ -44,7 +45,8 @@ def plot_tau_over_time(log: ServerLog, *, ax: Axes | None = None) -> Drawing:
             continue
         colour, marker = MARKS[k % len(MARKS)]
         few = drawn.sum() <= 60
-        artists[name] = ax.plot(
+        anything = True
+        ax.plot(
             x[drawn],
             windows.tau[rows][drawn],
             color=colour,
@@ -53,8 +55,9 @@ def plot_tau_over_time(log: ServerLog, *, ax: Axes | None = None) -> Drawing:
             marker=marker if few else "",
             markersize=4,
             label=f"{name}: τ = {log.sources.tau[row]:.2f}",
+            gid=name,
             zorder=3,
-        )[0]
+        )
         ax.axhline(log.sources.tau[row], color=colour, linewidth=0.9, linestyle=":", zorder=2)
         lines = windows.line[rows]
         for alert in log.alerts:
@@ -63,23 +66,23 @@ def plot_tau_over_time(log: ServerLog, *, ax: Axes | None = None) -> Drawing:
             first, last = (max(int(np.searchsorted(lines, at, "right")) - 1, 0) for at in alert[3:5])
             begin, end = x[first], x[min(last + 1, len(x) - 1)]
             if not np.isnan([begin, end]).any():
-                artists["alerts"].append(ax.axvspan(begin, end, color=GREY, alpha=0.22, linewidth=0, zorder=1))
-    if artists["alerts"]:
-        artists["alerts"][0].set_label("warned of")
+                label = "_" if shaded else "warned of"
+                ax.axvspan(begin, end, color=GREY, alpha=0.22, linewidth=0, zorder=1, label=label, gid="alerts")
+                shaded = True
     _from_one(ax, windows.tau)
     ax.set_xlabel(f"time ({unit} since the first stamp)" if stamped else "windows, in their order")
     ax.set_ylabel("τ, tokens emitted a round")
-    _finished(ax, len(artists) > 1, "no line says how many tokens a round gave")
-    return Drawing(ax, artists)
+    _finished(ax, anything, "no line says how many tokens a round gave")
+    return ax
 
 
-def plot_positions(log: ServerLog, *, ax: Axes | None = None) -> Drawing:
+@styled
+def plot_positions(log: ServerLog, *, ax: Axes | None = None) -> Axes:
     """Draw acceptance by position in the draft: of all rounds (filled), and of those that came so far (hollow).
 
-    Artists: for each series a line under its name, and one under its name and ", conditional".
+    Names: each series' own, and the same with ", conditional".
     """
-    ax = ax or _new_axes(5.4, 3.6)
-    artists: dict[str, Any] = {}
+    ax = ax or new_axes()
     table = log.positions
     for k, (name, row, _) in enumerate(_series(log)):
         rows = (table.file == log.sources.file[row]) & (table.source == log.sources.source[row])
@@ -90,17 +93,16 @@ def plot_positions(log: ServerLog, *, ax: Axes | None = None) -> Drawing:
             ("unconditional", name, "-", colour),
             ("conditional", f"{name}, conditional", "--", "white"),
         ):
-            artists[label] = ax.plot(
+            ax.plot(
                 table.position[rows],
                 getattr(table, column)[rows],
                 color=colour,
                 marker=marker,
                 markerfacecolor=fill,
                 linestyle=line,
-                linewidth=1.5,
-                markersize=5,
                 label=label if len(log.sources) > 1 else column,
-            )[0]
+                gid=label,
+            )
     if len(table):
         ax.set_xticks(
             np.unique(table.position) if table.position.max() <= 20 else np.arange(4, table.position.max(), 4)
@@ -108,17 +110,18 @@ def plot_positions(log: ServerLog, *, ax: Axes | None = None) -> Drawing:
     ax.set_ylim(0, 1.04)
     ax.set_xlabel("position in the draft")
     ax.set_ylabel("accepted share")
-    _finished(ax, bool(artists), "no line has rates by position")
-    return Drawing(ax, artists)
+    _finished(ax, len(table) > 0, "no line has rates by position")
+    return ax
 
 
-def plot_running(log: ServerLog, *, ax: Axes | None = None) -> Drawing:
+@styled
+def plot_running(log: ServerLog, *, ax: Axes | None = None) -> Axes:
     """Draw τ by the number of requests running; the area of a mark tells its share of the rounds.
 
-    Artists: a collection of marks a series, under its name.
+    Names: of each series' marks its own.
     """
-    ax = ax or _new_axes(5.4, 3.6)
-    artists: dict[str, Any] = {}
+    ax = ax or new_axes()
+    marks = []
     table = log.by_running
     for k, (name, row, _) in enumerate(_series(log)):
         rows = (table.file == log.sources.file[row]) & (table.source == log.sources.source[row]) & (table.running > 0)
@@ -128,7 +131,7 @@ def plot_running(log: ServerLog, *, ax: Axes | None = None) -> Drawing:
         share = table.rounds[rows] / table.rounds[rows].sum()
         middle = np.sqrt(table.running[rows] * table.most_running[rows].astype(np.float64))
         ax.plot(middle, table.tau[rows], color=colour, linewidth=0.9, linestyle=LINES[k % len(LINES)], alpha=0.7)
-        artists[name] = ax.scatter(
+        drawn = ax.scatter(
             middle,
             table.tau[rows],
             s=14 + 160 * share,
@@ -137,30 +140,33 @@ def plot_running(log: ServerLog, *, ax: Axes | None = None) -> Drawing:
             edgecolors="white",
             linewidths=0.6,
             label=name,
+            gid=name,
             zorder=3,
         )
-    if artists and table.running.max() > 8:
+        marks.append(drawn)
+    if marks and table.running.max() > 8:
         from matplotlib.ticker import FuncFormatter, NullFormatter
 
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x >= 1 else ""))
         ax.xaxis.set_minor_formatter(NullFormatter())
-    elif artists:
+    elif marks:
         ax.set_xticks(np.unique(table.running[table.running > 0]))
     _from_one(ax, table.tau)
     ax.set_xlabel("requests running (area: share of the rounds)")
     ax.set_ylabel("τ, tokens emitted a round")
-    if len(artists) == 1:
-        next(iter(artists.values())).set_label(None)
-    _finished(ax, bool(artists), "no line says how many requests ran")
-    return Drawing(ax, artists)
+    if len(marks) == 1:
+        marks[0].set_label("")
+    _finished(ax, bool(marks), "no line says how many requests ran")
+    return ax
 
 
+@styled
 def plot_server_log(log: ServerLog) -> Figure:
     """Draw all three in one figure: τ over time above, by position and by number running below."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.4, 6.6), layout="constrained")
+    figure = Figure(figsize=(2 * COLUMN, 5), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(1.1, 1))
     plot_tau_over_time(log, ax=figure.add_subplot(grid[0, :]))
     plot_positions(log, ax=figure.add_subplot(grid[1, 0]))
@@ -179,7 +185,7 @@ def _series(log: ServerLog) -> Iterator[tuple[str, int, Any]]:
 
 
 def _finished(ax: Axes, anything: bool, otherwise: str) -> None:
-    _plain(ax)
+    plain(ax)
     if not anything:
         ax.set_yticks([])
         ax.set_xticks([])
@@ -187,7 +193,7 @@ def _finished(ax: Axes, anything: bool, otherwise: str) -> None:
     elif ax.get_legend_handles_labels()[1]:
         from matplotlib.collections import PathCollection
 
-        for handle in ax.legend(frameon=False, fontsize=8).legend_handles:
+        for handle in ax.legend().legend_handles:
             if isinstance(handle, PathCollection):
                 handle.set_sizes([30])
 

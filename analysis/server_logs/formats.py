@@ -281,17 +281,21 @@ class FileReader:
 
     def _hits(
         self, block: bytes, start: int, marker: bytes, pattern: re.Pattern[bytes]
-    ) -> Iterator[tuple[int, int, int, re.Match[bytes] | None]]:
+    ) -> list[tuple[int, int, int, re.Match[bytes] | None]]:
         """Each line that has the marker: its number, where it begins, where the marker is, and the match there."""
-        line, counted = self.lines + 1, start
-        at = block.find(marker, start)
+        found, at = [], block.find(marker, start)
         while at >= 0:
-            begin = block.rfind(b"\n", max(start, at - LONGEST_PREFIX), at) + 1 or max(start, at - LONGEST_PREFIX)
-            line += block.count(b"\n", counted, at)
-            counted = at
-            yield line, begin, at, pattern.match(block, at)
-            end = block.find(b"\n", at)
-            at = block.find(marker, end) if end >= 0 else -1
+            found.append(at)
+            at = block.find(marker, at + len(marker))
+        if not found:
+            return []
+        places = np.array(found)
+        ends = start + np.flatnonzero(np.frombuffer(block, np.uint8)[start:] == ord("\n"))
+        line = np.searchsorted(ends, places)
+        begins = np.maximum(np.append(start, ends + 1)[line], places - LONGEST_PREFIX)
+        first = np.diff(line, prepend=-1) > 0  # of several in a line
+        at_once = ((self.lines + 1 + line)[first].tolist(), begins[first].tolist(), places[first].tolist())
+        return [(number, begin, at, pattern.match(block, at)) for number, begin, at in zip(*at_once, strict=True)]
 
     def _read_settings(self, head: bytes) -> None:
         for match in _SETTING.finditer(head):

@@ -1,6 +1,6 @@
 """Acceptance figures out of the logs of serving engines, as tidy tables. NumPy alone.
 
-What is recognised, and what each figure means, stands in :mod:`ddtree.analysis.server_log_formats`. Windows are added
+What is recognised, and what each figure means, stands in :mod:`ddtree.analysis.server_logs.formats`. Windows are added
 up as they are read, so that memory does not grow with a log.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree.analysis.server_log_formats import SOURCES, FileCounts, FileReader, Floats, Rows, blocks
+from ddtree.analysis.server_logs.formats import SOURCES, FileCounts, FileReader, Floats, Rows, blocks
 
 __all__ = [
     "SOURCES",
