@@ -596,81 +596,73 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _read_chunk(path: Path, manifest: Manifest, first_prompt: int | None) -> TraceChunk:
-    """Read a chunk and see that every index in it stays inside it."""
-
-    def fail(field: str, must: str, got: Any) -> ValueError:
-        return ValueError(f"{path}: {field} must {must}, got {got}")
-
+    """Read a chunk and see that it is of this trace, and that every index in it stays inside it."""
+    L, K, V = manifest.depth, manifest.topk, manifest.vocab_size
+    ids = "uint16" if V <= SHORT_IDS else "int32"
     with KdtrFile(path, mmap=False) as file:
         about = file.metadata
-        if about.get("format") != FORMAT:
-            raise fail("format", f"be {FORMAT!r}", repr(about.get("format")))
-        if about.get("trace") != manifest.identity:
-            raise fail("trace", f"be {manifest.identity}, that of {MANIFEST}", about.get("trace"))
-        L, K, V = manifest.depth, manifest.topk, manifest.vocab_size
-        ids = ("uint16",) if V <= SHORT_IDS else ("int32",)
-        arrays = {}
-        for name, dtypes, shape in (
-            ("token_ids", ids, (None,)),
-            ("token_offsets", ("int64",), (None,)),
-            ("prompt_lens", ("int32",), (None,)),
-            ("log_probs", ("float32",), (None, L, K)),
-            ("draft_token_ids", ids, (None, L, K)),
-            ("position_offsets", ("int64",), (None,)),
-        ):
-            if name not in file:
-                raise ValueError(f"{path}: {name} is missing")
-            entry = file.entries[name]
-            if entry.dtype.name not in dtypes:
-                raise fail(name, f"be of type {dtypes[0]}", entry.dtype.name)
-            if len(entry.shape) != len(shape) or any(
-                n is not None and n != m for n, m in zip(shape, entry.shape, strict=True)
-            ):
-                wanted = ", ".join("n" if n is None else str(n) for n in shape)
-                raise fail(name, f"have shape ({wanted})", entry.shape)
-            arrays[name] = file[name]
-    lens, tokens = arrays["prompt_lens"], arrays["token_ids"]
-    if not len(lens):
-        raise fail("prompt_lens", "have one entry or more", "none")
-    new = np.diff(arrays["token_offsets"]) - lens
-    for name, end, sizes in (
-        ("token_offsets", len(tokens), lens + 1),  # a token of each is new
-        ("position_offsets", len(arrays["log_probs"]), np.maximum(new - 1, 0)),
-    ):
-        offsets = arrays[name]
-        if offsets.shape != (len(lens) + 1,) or offsets[0] != 0 or offsets[-1] != end:
-            raise fail(name, f"go from 0 to {end} in {len(lens) + 1} entries", offsets.tolist()[:8])
-        exact = name == "position_offsets"
-        steps = np.diff(offsets)
-        wrong = (steps != sizes) if exact else (steps < sizes)
-        if wrong.any():
-            p = int(np.flatnonzero(wrong)[0])
-            raise fail(f"{name}[{p + 1}]", f"be {'' if exact else 'at least '}{offsets[p] + sizes[p]}", offsets[p + 1])
-        if len(arrays["draft_token_ids"]) != len(arrays["log_probs"]):
-            raise fail("draft_token_ids", f"have {len(arrays['log_probs'])} rows, as log_probs", len(tokens))
-    if (lens < 1).any():
-        raise fail("prompt_lens", "be 1 and up", int(lens.min()))
-    if (new > manifest.max_new_tokens).any():
-        raise fail("token_ids", f"have at most max_new_tokens = {manifest.max_new_tokens} new ones", int(new.max()))
-    if int(tokens.max()) >= V or int(tokens.min()) < 0:
-        raise fail("token_ids", f"lie in 0 … {V - 1}", int(tokens.max()))
+        for name, wanted in (("format", FORMAT), ("trace", manifest.identity)):
+            if about.get(name) != wanted:
+                raise _damaged(path, name, f"be {wanted!r}, as in {MANIFEST}", repr(about.get(name)))
+        token_ids = _array(path, file, "token_ids", ids, (None,))
+        token_offsets = _array(path, file, "token_offsets", "int64", (None,))
+        prompt_lens = _array(path, file, "prompt_lens", "int32", (None,))
+        log_probs = _array(path, file, "log_probs", "float32", (None, L, K))
+        draft_token_ids = _array(path, file, "draft_token_ids", ids, (len(log_probs), L, K))
+        position_offsets = _array(path, file, "position_offsets", "int64", (None,))
+    if not len(prompt_lens):
+        raise _damaged(path, "prompt_lens", "have one entry or more", "none")
+    if (prompt_lens < 1).any():
+        raise _damaged(path, "prompt_lens", "be 1 and up", int(prompt_lens.min()))
+    _check_offsets(path, "token_offsets", token_offsets, len(token_ids), prompt_lens + 1)  # a token of each is new
+    new = np.diff(token_offsets) - prompt_lens
+    most = manifest.max_new_tokens
+    if (new > most).any():
+        raise _damaged(path, "token_offsets", f"leave at most max_new_tokens = {most} to a prompt", int(new.max()))
+    _check_offsets(path, "position_offsets", position_offsets, len(log_probs), new - 1, exact=True)
+    if int(token_ids.max()) >= V or int(token_ids.min()) < 0:
+        raise _damaged(path, "token_ids", f"lie in 0 … {V - 1}", int(token_ids.max()))
     try:
-        _check_drafts(arrays["log_probs"], arrays["draft_token_ids"], V)
+        _check_drafts(log_probs, draft_token_ids, V)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    first, names = _about_chunk(path, about, len(lens))
+    first, names = _about_chunk(path, about, len(prompt_lens))
     if first_prompt is not None and first != first_prompt:
-        raise fail("first_prompt", f"be {first_prompt}", first)
-    return TraceChunk(
-        first,
-        names,
-        tokens.astype(np.int32),
-        arrays["token_offsets"],
-        lens,
-        arrays["log_probs"],
-        arrays["draft_token_ids"],
-        arrays["position_offsets"],
-    )
+        raise _damaged(path, "first_prompt", f"be {first_prompt}", first)
+    tokens = token_ids.astype(np.int32)
+    return TraceChunk(first, names, tokens, token_offsets, prompt_lens, log_probs, draft_token_ids, position_offsets)
+
+
+def _damaged(path: Path, field: str, must: str, got: Any) -> ValueError:
+    return ValueError(f"{path}: {field} must {must}, got {got}")
+
+
+def _array(path: Path, file: KdtrFile, name: str, dtype: str, shape: tuple[int | None, ...]) -> NDArray[Any]:
+    """An array of a chunk, of that type and shape, None being any size."""
+    if name not in file:
+        raise ValueError(f"{path}: {name} is missing")
+    entry = file.entries[name]
+    if entry.dtype.name != dtype:
+        raise _damaged(path, name, f"be of type {dtype}", entry.dtype.name)
+    if len(entry.shape) != len(shape) or any(n not in (None, m) for n, m in zip(shape, entry.shape, strict=True)):
+        raise _damaged(
+            path, name, f"have shape ({', '.join('n' if n is None else str(n) for n in shape)})", entry.shape
+        )
+    return file[name]
+
+
+def _check_offsets(
+    path: Path, name: str, offsets: NDArray[np.int64], end: int, sizes: NDArray[Any], *, exact: bool = False
+) -> None:
+    """Offsets from 0 to ``end``, each as many behind the one before as ``sizes`` says, or at least as many."""
+    if offsets.shape != (len(sizes) + 1,) or offsets[0] != 0 or offsets[-1] != end:
+        raise _damaged(path, name, f"go from 0 to {end} in {len(sizes) + 1} entries", offsets.tolist()[:8])
+    steps = np.diff(offsets)
+    wrong = np.flatnonzero((steps != sizes) if exact else (steps < sizes))
+    if wrong.size:
+        p = int(wrong[0])
+        least = "" if exact else "at least "
+        raise _damaged(path, f"{name}[{p + 1}]", f"be {least}{offsets[p] + sizes[p]}", offsets[p + 1])
 
 
 def _check_drafts(log_probs: NDArray[np.float32], token_ids: NDArray[Any], vocab_size: int) -> None:

@@ -423,7 +423,7 @@ class Limited:
     def __call__(self, log_probs: Any, token_ids: Any, root_token_ids: Any, prefix_lens: Any) -> DraftTree:
         """Cut the draft and pass it on."""
         part = (slice(None), slice(self.depth), slice(self.topk))
-        log_probs, token_ids = (array_namespace(a).ascontiguousarray(a[part]) for a in (log_probs, token_ids))
+        log_probs, token_ids = (_contiguous(a[part]) for a in (log_probs, token_ids))
         return self.policy(log_probs, token_ids, root_token_ids, prefix_lens)
 
 
@@ -484,7 +484,7 @@ def check_policy_tree(policy: Policy, tree: Any, log_probs: Any, token_ids: Any,
     B, L, K = log_probs.shape
     try:
         host = _host_tree(tree)
-        call = Call("accept_tree", "reference", {"target_token_ids": host.token_ids}, host)
+        call = Call("accept_tree", None, {"target_token_ids": host.token_ids}, host)
         call.check_tree()
         slots, budget = call.dims["N"], integer("budget", policy.budget, 0, INT32_MAX - 1)
         if call.dims["B"] != B:
@@ -550,6 +550,10 @@ def _check_made_of(
     if (ordered[:, 1:] == ordered[:, :-1]).any():
         (b,) = first((ordered[:, 1:] == ordered[:, :-1]).any(1))
         raise ValueError(f"tree must hold each candidate of a node once, request {b} has one twice")
+
+
+def _contiguous(array: Any) -> Any:
+    return array.contiguous() if hasattr(array, "contiguous") else array_namespace(array).ascontiguousarray(array)
 
 
 def _on_host(*arrays: Any) -> list[NDArray[Any]]:

@@ -117,18 +117,27 @@ def _shown(table: SweepTable) -> Table:
     from rich import box
     from rich.table import Table
 
-    records = table.records()
     several = len(set(table.trace)) > 1
-    shown = Table(box=box.SIMPLE_HEAD)
-    heads = ["trace"] * several + ["policy", "budget", "τ", f"{table.level:.0%} interval", "expected", "nodes"]
-    for head in (*heads, "tokens\na node", "rounds", "used rank\nK − 1"):
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    heads = ["trace"] * several + [
+        "policy",
+        "budget",
+        "τ",
+        f"{table.level:.0%} interval",
+        "expected",
+        "nodes",
+        "rounds",
+    ]
+    for head in (*heads, "used\nK − 1"):
         shown.add_column(head, justify="left" if head in ("trace", "policy") else "right")
-    for r in records:
-        interval = "-" if r["low"] is None else f"{r['low']:.2f} … {r['high']:.2f}"
-        numbers = ("-" if r[n] is None else f"{r[n]:.2f}" for n in ("tau", "expected"))
-        tau, expected = numbers
-        rest = [*("-" if r[n] is None else f"{r[n]:{form}}" for n, form in (("nodes", ".1f"), ("efficiency", ".3f")))]
+    for r in table.records():
+        tau, low, high, expected = (_number(r[name], ".2f") for name in ("tau", "low", "high", "expected"))
         share = f"{r['used_last_rank'] / r['n_rounds']:.1%}" if r["n_rounds"] else "-"
-        row = [r["policy"], str(r["budget"]), tau, interval, expected, *rest, f"{r['n_rounds']:,}", share]
-        shown.add_row(*([r["trace"]] if several else []), *row)
+        interval = f"{low} … {high}" if r["low"] is not None else "-"
+        row = [r["policy"], str(r["budget"]), tau, interval, expected, _number(r["nodes"], ".1f"), f"{r['n_rounds']:,}"]
+        shown.add_row(*([r["trace"]] if several else []), *row, share)
     return shown
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"

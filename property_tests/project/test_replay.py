@@ -13,7 +13,7 @@ from ddtree.analysis import replay as replay_module
 from ddtree.analysis.record import record, vocabulary_digest
 from ddtree.analysis.replay import fit_static_tree, rank_rates, replay, replay_all
 from ddtree.analysis.rounds import concatenate_rounds, round_table
-from ddtree.analysis.trace import Trace, shipped_trace
+from ddtree.analysis.trace import Trace, TraceWriter, open_trace, shipped_trace
 from ddtree.costs import CostModel
 from ddtree.drafters import NgramDrafter, NoiseLaw, OracleDrafter
 from ddtree.engine import Engine
@@ -159,6 +159,18 @@ def test_compiled_replay_is_that_of_the_batched_trees(tmp_path_factory, seed, bu
         table = replay(trace, policy)
         assert_same_rounds(table, replay(trace, Hidden(policy)))
         event("drafts accepted" if len(table) and table.tau > 1 else "nothing accepted")
+
+
+def test_ties_of_a_stop_are_those_of_its_definition(tmp_path):
+    """A drafter that is certain: a score equal to the cut-off is kept, and a rate that stays equal stops."""
+    with TraceWriter(tmp_path / "t", 10, 2, 1, max_new_tokens=8) as writer:
+        writer.append([1, 2, 3, 4, 5], 1, np.zeros((3, 2, 1)), np.array([[[3], [4]], [[4], [5]], [[5], [6]]]))
+    trace = open_trace(tmp_path / "t")
+    even = CostModel(np.array([0, 1, 2]), np.array([0, 9]), np.array([[1.0, 2.0, 3.0]] * 2))
+    rising = CostModel(np.array([0, 1, 2]), np.array([0, 9]), np.array([[1.0, 1.5, 3.0]] * 2))
+    for policy, nodes in ((confidence(2, 1.0), 2), (cost_aware(2, even), 0), (cost_aware(2, rising), 1)):
+        for replayed in (policy, Hidden(policy)):
+            assert set(replay(trace, replayed).num_nodes.tolist()) == {nodes}, policy.label
 
 
 class Hidden:

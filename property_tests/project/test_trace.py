@@ -239,7 +239,7 @@ DAMAGES = {
     "a depth of 0": (of_manifest(depth=0), r"manifest.json: depth must be in 1 … \d+, got 0"),
     "too wide": (of_manifest(topk=12), r"manifest.json: topk must be at most vocab_size 11, got 12"),
     "a stop outside": (of_manifest(stop_token_ids=[11]), r"manifest.json: stop_token_ids must lie in the vocabulary"),
-    "another trace": (of_manifest(seed=5), r"chunk-00000.kdtr: trace must be [0-9a-f]+, that of manifest.json, got"),
+    "another trace": (of_manifest(seed=5), r"chunk-00000.kdtr: trace must be '[0-9a-f]+', as in manifest.json, got"),
     "too few chunks": (lambda f: (f / "chunk-00001.kdtr").unlink(), r"chunk-00001.kdtr: is missing"),
     "too many chunks": (
         lambda f: shutil.copy(f / "chunk-00000.kdtr", f / "chunk-00003.kdtr"),
@@ -257,7 +257,7 @@ DAMAGES = {
     "a wrong count": (of_manifest(num_prompts=6), r"t: num_prompts of the manifest must be what .* hold, 5, got 6"),
     "no chunk of a trace": (
         of_chunk(lambda arrays, about: about.clear()),
-        r"chunk-00000.kdtr: format must be 'ddtree trace 1', got None",
+        r"chunk-00000.kdtr: format must be 'ddtree trace 1', .*, got None",
     ),
     "no names": (of_chunk(lambda a, about: about.pop("names")), r"chunk-00000.kdtr: first_prompt and names must be"),
     "names of others": (of_chunk(lambda a, about: about.update(names="[1]")), r"names must be 2 strings, .* got \[1\]"),
@@ -272,11 +272,15 @@ DAMAGES = {
     ),
     "fewer ids": (
         set_array("draft_token_ids", lambda a: a[1:]),
-        r"chunk-00000.kdtr: draft_token_ids must have \d+ rows, as log_probs, got \d+",
+        r"chunk-00000.kdtr: draft_token_ids must have shape \(\d+, 3, 4\), got \(\d+, 3, 4\)",
     ),
     "nothing": (
         set_array("prompt_lens", lambda a: a[:0]),
         r"chunk-00000.kdtr: prompt_lens must have one entry or more, got none",
+    ),
+    "a prompt too few": (
+        set_array("prompt_lens", lambda a: a[1:]),
+        r"chunk-00000.kdtr: token_offsets must go from 0 to \d+ in 2 entries, got",
     ),
     "an offset beyond": (
         set_cell("token_offsets", -1, 99),
@@ -284,7 +288,7 @@ DAMAGES = {
     ),
     "offsets that fall": (set_cell("token_offsets", 1, -5), r"token_offsets\[1\] must be at least 3, got -5"),
     "drafts of others": (set_cell("position_offsets", 1, 2), r"position_offsets\[1\] must be \d+, got 2"),
-    "an empty prompt": (set_cell("prompt_lens", 0, 0), r"(prompt_lens must be 1 and up|position_offsets\[1\])"),
+    "an empty prompt": (set_cell("prompt_lens", 0, 0), r"chunk-00000.kdtr: prompt_lens must be 1 and up, got 0"),
     "a token outside": (set_cell("token_ids", 1, 11), r"chunk-00000.kdtr: token_ids must lie in 0 … 10, got 11"),
     "a draft outside": (
         lambda f: change_chunk(f, lambda a, _: (a["log_probs"].fill(-1.0), a["draft_token_ids"].fill(11))),
@@ -322,7 +326,7 @@ def test_continuation_too_long_for_the_manifest_is_named(tmp_path):
     manifest = replace(open_trace(tmp_path / "t").manifest, max_new_tokens=3)
     change_manifest(tmp_path / "t", max_new_tokens=3)
     change_chunk(tmp_path / "t", lambda a, about: about.update(trace=manifest.identity))
-    with pytest.raises(ValueError, match=r"token_ids must have at most max_new_tokens = 3 new ones, got 9"):
+    with pytest.raises(ValueError, match=r"token_offsets must leave at most max_new_tokens = 3 to a prompt, got 9"):
         list(open_trace(tmp_path / "t").chunks())
 
 
