@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from ddtree import Engine, load_pair, load_prompts
+from ddtree.analysis.training.corpus import packages_table
+from ddtree.analysis.training.evaluate import markdown_of
 from ddtree.drafters import BlockConfig, NgramDrafter
 from ddtree.drafters.block import load_block_drafter, save_block_drafter
 from ddtree.kdtr import KdtrError, KdtrFile, read_kdtr, write_kdtr
@@ -203,8 +205,9 @@ def test_files_are_small_and_in_half_precision():
     files = {path.name: path.stat().st_size for path in pair_folder().iterdir()}
     assert set(files) == {
         "MODEL_CARD.md",
+        "NOTICES.md",
         "corpus.json",
-        "curves.png",
+        "curves.svg",
         "drafter.json",
         "drafter.kdtr",
         "evaluation.json",
@@ -218,6 +221,14 @@ def test_files_are_small_and_in_half_precision():
     for name in ("target", "drafter"):
         with KdtrFile(pair_folder() / f"{name}.kdtr") as file:
             assert {file[tensor].dtype.name for tensor in file} == {"float16"}
+
+
+def test_model_card_says_what_the_records_say():
+    card = (pair_folder() / "MODEL_CARD.md").read_text(encoding="utf-8")
+    results = json.loads((pair_folder() / "evaluation.json").read_text())
+    assert markdown_of(results) in card
+    assert packages_table(json.loads((pair_folder() / "corpus.json").read_text())) in card
+    assert all(row["prompts"] == 128 for row in results.values())
 
 
 def test_prompts_are_held_out_and_long_enough(prompts):
