@@ -1,5 +1,7 @@
 """The installed pair: it loads, it is what torch says it is, and it is fit to be shipped."""
 
+import doctest
+import importlib
 import json
 import re
 import shutil
@@ -63,6 +65,13 @@ def context_of(drafter, target, rows, *, began=None, ended=(), known=None):
 
 def golden_text(prompts, i, new_tokens):
     return np.concatenate([prompts.tokens[i], GOLDEN["tokens"][i, :new_tokens]])
+
+
+@pytest.mark.parametrize("module", ["ddtree.pair", "ddtree.vocabulary"])
+def test_examples_in_docstrings_are_true(module):
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 # --- against torch ---
@@ -377,6 +386,7 @@ def test_drafter_s_file_says_its_shape(tmp_path):
     [
         ({"head_dim": 3}, "head_dim must be even, got 3"),
         ({"block_size": 1}, "block_size must be in 2 … "),
+        ({"num_hidden_layers": 1 << 19}, "num_hidden_layers must be in 1 … 1024"),
         ({"target_layers": []}, "target_layers must be a tuple of one layer or more"),
         ({"target_layers": [-1]}, r"target_layers\[0\] must be in 0 … "),
         ({"rope_theta": 0.0}, "rope_theta must be over 0, got 0.0"),
