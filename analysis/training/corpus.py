@@ -247,6 +247,16 @@ def choose_prompts(tokenizer: Any, held_out: list[Source], rng: random.Random) -
     return [(label, list(ids)) for ids, label in prompts.items()]
 
 
+def packages_table(record: dict[str, Any]) -> str:
+    """The packages of a corpus as Markdown, for a model card."""
+    held_out = {name.partition(":")[0] for name in record["held_out"]} - {"stdlib"}
+    lines = ["| package | version | licence, by its metadata | files |", "|---|---|---|--:|"]
+    for name, (version, stated, files) in record["packages"].items():
+        shown = f"{name} (held out)" if name in held_out else name
+        lines.append(f"| {shown} | {version} | {stated} | {files:,} |")
+    return "\n".join(lines)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, entirely or not at all."""
     with atomic_write(path) as file:

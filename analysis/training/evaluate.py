@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def main() -> None:
                 results[name] = measure(make(), way, prompts, temperature, name)
                 with atomic_write(arguments.out) as file:
                     file.write((json.dumps(results, indent=1) + "\n").encode())
-    Console(width=120).print(table_of(results))
+    Console().print(table_of(results))
 
 
 def ways(pair: Pair) -> dict[str, Callable[[], Engine]]:
@@ -99,7 +100,7 @@ def measure(
         "tau_uncut": interval(uncut_tokens, uncut_rounds),
         "looping": float(np.mean([loops(row[:TOKENS]) for row in tokens])),
         "tau_not_looping": not_looping(limited_tokens, limited_rounds, tokens),
-        "tokens": [row.tolist() for row in tokens],
+        "continuations": [zlib.crc32(row.tobytes()) for row in tokens],
         "seconds": time.perf_counter() - begun,
     }
 
@@ -137,26 +138,53 @@ def not_looping(tokens: NDArray[Any], rounds: NDArray[Any], continuations: list[
 
 def table_of(results: dict[str, Any]) -> Table:
     """All ways, greedy and sampled side by side."""
-    title = f"tokens a round of the first {TOKENS} new tokens (95 % over prompts), and without the limit's cut"
-    table = Table(title=title)
-    table.add_column("")
+    header, *rows = cells_of(results)
+    table = Table(title=f"tokens a round in the first {TOKENS} new tokens", caption=note_of(results))
+    for i, column in enumerate(header):
+        table.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown_of(results: dict[str, Any]) -> str:
+    """The same as Markdown, for a model card."""
+    header, *rows = cells_of(results)
+    rule = ["---", *["--:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows)) + f"\n\n{note_of(results)}"
+
+
+def cells_of(results: dict[str, Any]) -> list[list[str]]:
+    """The table's cells, header first: for each temperature τ with its interval, of what does not loop, and uncut."""
+    header = [""]
     for temperature in TEMPERATURES:
-        for column in (f"τ, T = {temperature:g}", "uncut"):
-            table.add_column(column, justify="right")
+        header += ["greedy" if temperature == 0 else f"T = {temperature:g}", "not looping", "uncut"]
+    rows = [header]
     for way in dict.fromkeys(name.partition(",")[0] for name in results):
-        cells = []
+        cells = [way]
         for temperature in TEMPERATURES:
-            row = results.get(f"{way}, T = {temperature:g}")
-            cells += [f"{row[key][0]:.2f} ({row[key][1]:.2f} to {row[key][2]:.2f})" for key in ("tau", "tau_uncut")]
-        table.add_row(way, *cells)
+            row = results[f"{way}, T = {temperature:g}"]
+            cells.append(f"{row['tau'][0]:.2f} ({row['tau'][1]:.2f} to {row['tau'][2]:.2f})")
+            cells.append("" if row["tau_not_looping"] is None else f"{row['tau_not_looping']:.2f}")
+            cells.append(f"{row['tau_uncut'][0]:.2f}")
+        rows.append(cells)
+    return rows
+
+
+def note_of(results: dict[str, Any]) -> str:
+    """How many prompts, how many continuations loop, and whether the ways agree on the tokens."""
+    notes = []
     for temperature in TEMPERATURES:
         rows = [row for name, row in results.items() if name.endswith(f"T = {temperature:g}")]
-        differ = sum(a != b for row in rows for a, b in zip(row["tokens"], rows[0]["tokens"], strict=True))
-        table.caption = (table.caption or "") + (
-            f"T = {temperature:g}: {rows[0]['prompts']} prompts, {rows[0]['looping']:.0%} of continuations loop; "
-            f"{differ} of {len(rows) * rows[0]['prompts']} continuations differ between ways\n"
+        first = rows[0]["continuations"]
+        differ = sum(a != b for row in rows for a, b in zip(row["continuations"], first, strict=True))
+        what = "greedily" if temperature == 0 else f"at T = {temperature:g}"
+        same = "the same" if differ == 0 else f"the same but for {differ} of {len(rows) * len(first)} continuations"
+        notes.append(
+            f"{rows[0]['prompts']} prompts {what}: {100 * rows[0]['looping']:.0f} % of the continuations end in a loop; "
+            f"tokens in all {len(rows)} ways are {same}."
         )
-    return table
+    return " ".join(notes)
 
 
 if __name__ == "__main__":

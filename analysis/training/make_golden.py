@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ddtree.analysis.training.models import DRAFTER, Drafter, Target
 from ddtree.kdtr import read_kdtr, write_kdtr
@@ -68,12 +69,16 @@ def main() -> None:
 
 def load_models(folder: Path) -> tuple[Target, Drafter]:
     """The pair of a folder, in torch, in float32."""
-    models = (Target(), Drafter())
-    for model, name in zip(models, (TARGET_FILE, DRAFTER_FILE), strict=True):
-        arrays, _ = read_kdtr(folder / name)
-        model.load_state_dict({k: torch.from_numpy(v.astype(np.float32)) for k, v in arrays.items()})
-        model.eval()
-    return models
+    target, drafter = Target(), Drafter()
+    target.load_state_dict(tensors(folder / TARGET_FILE))
+    drafter.load_state_dict(tensors(folder / DRAFTER_FILE))
+    return target.eval(), drafter.eval()
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    """The arrays of a file as float32."""
+    arrays, _ = read_kdtr(path)
+    return {name: torch.from_numpy(array.astype(np.float32)) for name, array in arrays.items()}
 
 
 if __name__ == "__main__":

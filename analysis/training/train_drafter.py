@@ -71,7 +71,7 @@ class Step(nn.Module):
         self.register_buffer("weights", torch.exp(-depths / DEPTH_DECAY))
 
     def forward(self, ids: Tensor, roots: Tensor) -> Tensor:
-        """Loss, share of right first guesses by depth (the depths before given), and mean length of a chain."""
+        """Loss, share of right first guesses at each depth, and mean accepted length of a chain, the bonus left out."""
         with torch.no_grad(), torch.autocast(ids.device.type, torch.float16):
             features = self.target.features(ids, DRAFTER.target_layers)
         labels = ids.gather(1, (roots[..., None] + self.depths).flatten(1)).view(*roots.shape, -1)

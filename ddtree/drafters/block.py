@@ -25,6 +25,9 @@ from ddtree.protocols import DraftContext
 
 __all__ = ["BlockConfig", "BlockDrafter", "load_block_drafter", "save_block_drafter"]
 
+_LARGEST = {"num_hidden_layers": 1024, "block_size": 1024}
+"""Settings beyond these are no drafter's, and the names of so many tensors would take long to make."""
+
 _FIRST_ROWS = 256
 """Rows that a request's context has room for at first; the room doubles when it is full."""
 
@@ -59,7 +62,7 @@ class BlockConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "int":
-                integer(field.name, value, 2 if field.name == "block_size" else 1, 1 << 20)
+                integer(field.name, value, 2 if field.name == "block_size" else 1, _LARGEST.get(field.name, 1 << 20))
         for name in ("rope_theta", "rms_norm_eps"):
             if real(name, getattr(self, name)) <= 0:
                 raise ValueError(f"{name} must be over 0, got {getattr(self, name)}")

@@ -103,6 +103,7 @@ def test_wheel_holds_one_import_package_with_its_data_and_no_project_tests(built
         "ddtree/analysis/benchmarks/results/h200/bench.json",
         *(f"ddtree/analysis/report/page.{kind}" for kind in ("html", "css", "js")),
         "ddtree/kernels/cupy/verified.json",
+        *(f"ddtree/pairs/python-5m/{path.name}" for path in (ROOT / "ddtree" / "pairs" / "python-5m").glob("*.*")),
         *(f"ddtree/kernels/cupy/{path.name}" for path in (ROOT / "kernels" / "cupy").glob("*.cu*")),
     } <= held
     assert not [n for n in held if "property_tests/project" in n]
