@@ -162,7 +162,8 @@ class DDTreeDecoder(Engine):
     def stop_token_ids(self) -> list[int]:
         """The tokens that end a request where none are given: those of the model's generation config."""
         configured = getattr(getattr(self.target.model, "generation_config", None), "eos_token_id", None)
-        return [] if configured is None else [configured] if isinstance(configured, int) else list(configured)
+        tokens = [] if configured is None else [configured] if isinstance(configured, int) else list(configured)
+        return [token for token in tokens if 0 <= token < self.vocab_size]  # others are never chosen
 
     def prompt_rows(self, prompts: Any, attention_mask: Any = None) -> list[Any]:
         """Return each prompt's tokens, without padding, on the host; the arguments are those of :meth:`generate`."""

@@ -56,7 +56,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
             why = (
                 "sees tokens by their place in the cache"
                 if "chunk" in name
-                else "keeps a state of all that it has seen"
+                else "keeps a state beside each token's key and value, or in place of them,"
             )
             raise ValueError(
                 f"model has a layer of {name!r} (config.layer_types[{i}]), which {why} and cannot be cut back to the "
