@@ -376,7 +376,7 @@ def _imported() -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"DDTreeDecoder needs torch and transformers ({error}): pip install torch transformers"
+            f"DDTreeDecoder needs torch and transformers ({error}): pip install 'ddtree[huggingface]'"
         ) from error
 
 
