@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from ddtree import Acceptance, DDTreeDecoder, NgramDrafter, OracleDrafter, reference
+from ddtree.analysis.benchmarks.huggingface import measure, random_llama
 from ddtree.analysis.record import record_trace
 from ddtree.analysis.replay import replay
 from ddtree.analysis.rounds import round_table
@@ -699,3 +700,12 @@ def test_a_recorded_trace_is_resumed_and_replayed_it_gives_a_live_runs_rounds(tm
     order = np.lexsort((rounds.position, rounds.prompt))
     for field in fields(rounds):
         assert_same(getattr(replayed, field.name), getattr(rounds, field.name)[order], field.name)
+
+
+def test_the_benchmark_tells_the_time_in_the_model_from_the_rest():
+    model = random_llama(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64)
+    share = measure(model, budget=16, prompt_len=8, new_tokens=12, repeats=2)
+    assert 1 < share.passes < 12
+    assert min(share.inside, share.outside) > 0
+    assert share.percent == 100 * share.outside / share.inside
+    assert model.forward.__func__ is type(model).forward  # as it was
