@@ -268,8 +268,8 @@ class HuggingFaceTarget:
             "return_dict": True,
         }
         last = host.node_counts - 1
-        rows, place = np.unique(last, return_inverse=True)
         if last_only and "logits_to_keep" in self._parameters:
+            rows, last = np.unique(last, return_inverse=True)
             inputs["logits_to_keep"] = self._sent(rows)
         if "output_router_logits" in self._parameters:
             inputs["output_router_logits"] = False  # their loss would read a 4-D mask as a padding mask
@@ -277,8 +277,7 @@ class HuggingFaceTarget:
             output = self.model(**inputs)
         logits = output.logits
         if last_only:
-            kept = place if "logits_to_keep" in self._parameters else last
-            logits = logits[torch.arange(len(last), device=logits.device), self._sent(kept)][:, None]
+            logits = logits[torch.arange(len(last), device=logits.device), self._sent(last)][:, None]
         return TargetOutput(import_array(logits.contiguous()), hidden_states(output))
 
     def _positions(self, positions: NDArray[Any]) -> NDArray[Any]:
