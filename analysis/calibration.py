@@ -353,14 +353,13 @@ def _fit_inverse_temperatures(trace: Trace, L: int) -> tuple[NDArray[np.float64]
             first, second = first + slope, second + curvature
             squares, clusters = squares + (by_prompt**2).sum(0), clusters + (by_prompt != 0).sum(0)
         below, above = np.where(first < 0, beta, below), np.where(first > 0, beta, above)
-        step = np.divide(first, second, out=np.zeros((2, L)), where=second > 0)
-        middle = np.where(np.isinf(above), 2 * beta, (below + np.where(np.isinf(above), 0, above)) / 2)
-        after = np.where((beta - step > below) & (beta - step < above), beta - step, middle)
-        after = np.where(first == 0, beta, after)
-        done = ~inner | (np.abs(after - beta) <= 1e-9 * beta)
-        if done.all():
+        step = np.divide(first, second, out=np.where(first == 0, 0.0, np.inf), where=second > 0)
+        settled = np.abs(step) <= 1e-9 * beta
+        if (settled | ~inner).all():
             break
-        beta = after
+        middle = np.where(np.isinf(above), 2 * beta, (below + np.where(np.isinf(above), 0, above)) / 2)
+        between = (beta - step > below) & (beta - step < above)
+        beta = np.where(settled, beta, np.where(between, beta - step, middle))
     else:
         raise ArithmeticError(f"the temperature's fit has not settled after {MOST_STEPS} steps")
     error = np.sqrt(squares) / np.where(second > 0, second, np.nan)

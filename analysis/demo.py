@@ -5,34 +5,38 @@ Nothing is shown or written here.
 
 from __future__ import annotations
 
-import sysconfig
+import functools
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree.analysis.acceptance import AcceptanceTable, TauTable, acceptance_table, tau_by_budget
+from ddtree.analysis.acceptance import AcceptanceTable, TauTable, acceptance_table, tau_by_budget, tau_table
 from ddtree.analysis.environment import backend_states
+from ddtree.analysis.replay import replay_all
+from ddtree.analysis.rounds import Rounds, RoundTable, concatenate_rounds, round_table
+from ddtree.analysis.trace import Trace, shipped_trace
 from ddtree.drafters import NgramDrafter, NoiseLaw, OracleDrafter
 from ddtree.engine import Engine, Generation, Round, ScriptedTarget
 from ddtree.kdtr import read_kdtr
 from ddtree.model import golden_bundle, load_model
+from ddtree.pair import load_pair
+from ddtree.policies import chain, fixed_budget
 from ddtree.property_tests.harness import HypothesisMissingError, check_operation, first_line
 from ddtree.property_tests.tolerances import TOLERANCE
-from ddtree.protocols import DraftContext, Drafter, KVCache
+from ddtree.protocols import Drafter, KVCache, Policy
 from ddtree.trees import chain_tree
+from ddtree.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from ddtree.analysis.figures import Drawing
+    from matplotlib.axes import Axes
 
 __all__ = ["FULL", "QUICK", "STAGES", "Check", "DrawnTree", "Findings", "Settings", "draw", "run_stage"]
 
-BYTES = 256
 GOLDEN_TOKENS = 24
 DTYPES = ("float64", "float32")
 
@@ -46,12 +50,10 @@ class Settings:
 
     Attributes
     ----------
-    files, prompt_bytes, new_bytes : int
-        Texts in the batch; of each, what is given and what is generated.
+    live_prompts : int
+        Prompts of the trained pair's trace that its models continue here and now.
     budgets : tuple of int
-        Of both sweeps, rising.
-    depth_limit : int
-        L at budgets that are no smaller; a chain stops there.
+        Of all sweeps, rising.
     shown_budget : int
         The one of ``budgets`` whose acceptance by depth and whose tree are drawn.
     examples : int
@@ -60,18 +62,15 @@ class Settings:
         Of everything random.
     """
 
-    files: int = 16
-    prompt_bytes: int = 1024
-    new_bytes: int = 128
-    budgets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    depth_limit: int = 8
+    live_prompts: int = 4
+    budgets: tuple[int, ...] = (1, 2, 4, 7, 16, 32, 64, 128, 256)
     shown_budget: int = 16
     examples: int = 60
     seed: int = 0
 
 
 FULL = Settings()
-QUICK = Settings(files=4, prompt_bytes=512, new_bytes=64, budgets=(1, 2, 4, 8, 16), examples=20)
+QUICK = Settings(live_prompts=2, budgets=(1, 2, 7, 16, 64), examples=20)
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,8 @@ class Findings:
         Acceptance by depth in one run of the sweep.
     tree : DrawnTree, optional
         A tree to draw.
+    vocabulary : Vocabulary, optional
+        The text of its tokens.
     seconds : float
         Wall time.
     error : str
@@ -128,6 +129,7 @@ class Findings:
     sweep: TauTable | None = None
     by_depth: AcceptanceTable | None = None
     tree: DrawnTree | None = None
+    vocabulary: Vocabulary | None = None
     seconds: float = 0.0
     error: str = ""
 
@@ -202,35 +204,72 @@ def model_runs(settings: Settings) -> Findings:
     return found
 
 
-def real_text(settings: Settings) -> Findings:
-    """Prompt lookup on Python's own source code: τ by node budget, tree against chain."""
-    texts = _library_texts(settings)
-    runs: dict[tuple[str, int], Generation] = {}
-    drafter = _Recalled(NgramDrafter(), settings.depth_limit, max(settings.budgets))
-    found = Findings(drafter="n-gram drafter, Python's standard library", sweep=_sweep(texts, settings, drafter, runs))
-    found.checks.append(_all_follow("runs that emit the text", texts, settings, runs))
-    shown = runs["tree", settings.shown_budget]
-    found.by_depth = acceptance_table(shown, seed=settings.seed)
-    found.tree = _tree_to_show(shown, texts, settings.prompt_bytes)
+def trained_pair(settings: Settings) -> Findings:
+    """The pair that comes with ddtree: live rounds against replayed ones, and τ by budget on its recorded trace."""
+    target, drafter, vocabulary = load_pair()
+    trace = shipped_trace().in_memory()
+    about = trace.manifest
+    prompts, continuations = _recorded(trace)
+    found = Findings(drafter=f"{about.drafter} of {about.target}", vocabulary=vocabulary)
+
+    live, shown = list(range(settings.live_prompts)), settings.shown_budget
+    engine = Engine(target, drafter, depth=about.depth, topk=about.topk, policy=fixed_budget(shown))
+    given = [prompts[i] for i in live], about.max_new_tokens, about.stop_token_ids
+    tree = engine.generate(*given)
+    one_by_one = engine.generate(*given, mode="autoregressive")
+    found.checks.append(_same_tokens("greedy: same tokens as one by one", one_by_one.tokens, tree.tokens))
+    found.checks.append(_same_tokens("greedy: the trace's tokens", [continuations[i] for i in live], tree.tokens))
+
+    chains = [("chain", b) for b in settings.budgets if b <= about.depth]
+    trees = [("tree", b) for b in settings.budgets]
+    policies: list[Policy] = [*(chain(b) for _, b in chains), *(fixed_budget(b) for _, b in trees)]
+    tables = [concatenate_rounds(parts) for parts in zip(*replay_all(trace, policies), strict=True)]
+    runs: dict[tuple[str, int], RoundTable] = dict(zip([*chains, *trees], tables, strict=True))
+    replayed = runs["tree", shown]
+    replayed = replayed.take(replayed.prompt < settings.live_prompts)
+    ran = round_table(tree)
+    ran = ran.take(np.lexsort((ran.position, ran.prompt)))  # by prompt, as a replay has them
+    same = [np.array_equal(getattr(ran, c), getattr(replayed, c)) for c in ("tokens", "node_indices", "num_nodes")]
+    expected, got = f"{len(replayed)} rounds, equal", f"{len(ran)} rounds, {'equal' if all(same) else 'not equal'}"
+    found.checks.append(_equal(f"live rounds are the replayed ones, budget {shown}", expected, got))
+
+    lookup = _lookup(trace, settings.budgets)
+    every: list[tuple[str, int, Rounds]] = [*((*key, table) for key, table in runs.items()), *lookup]
+    found.sweep = tau_table(every, seed=settings.seed)
+    found.by_depth = acceptance_table(runs["tree", shown], seed=settings.seed)
+    found.tree = _tree_to_show(tree, prompts, vocabulary)
     found.notes.append(
-        f"{len(texts)} files of Python's standard library as bytes, {settings.prompt_bytes:,} given and "
-        f"{settings.new_bytes:,} generated of each; the text itself stands for the target's choices."
+        f"The trained pair {about.target}, a small one that comes with ddtree: {len(prompts)} held-out prompts of "
+        f"Python source, up to {about.max_new_tokens} new tokens each, greedy; {settings.live_prompts} of them run "
+        "live, all are replayed from its trace. Prompt lookup on the same text beside it."
     )
     return found
 
 
 def synthetic(settings: Settings) -> Findings:
     """An oracle with a noise law on the same texts: its acceptance must be the law's."""
-    texts = _library_texts(settings)
-    continuations = [text[settings.prompt_bytes :] for text in texts]
+    trace = shipped_trace().in_memory()
+    about = trace.manifest
+    target, prompts, continuations = _scripted(trace)
+    drafter = OracleDrafter(continuations, target.vocab_size, noise=NoiseLaw(LAW), seed=settings.seed)
     runs: dict[tuple[str, int], Generation] = {}
-    drafter = OracleDrafter(continuations, BYTES, noise=NoiseLaw(LAW), seed=settings.seed)
+
+    def run(mode: Any, budget: int) -> Generation:
+        depth = min(budget, about.depth)  # of a chain, this is the number of nodes
+        engine = Engine(target, drafter, depth=depth, budget=budget)
+        runs[mode, budget] = engine.generate(
+            prompts, trace.manifest.max_new_tokens, trace.manifest.stop_token_ids, mode=mode
+        )
+        return runs[mode, budget]
+
+    chains = [b for b in settings.budgets if b <= about.depth]
     title = "synthetic: an oracle with a noise law, no drafter"
-    found = Findings(drafter=title, synthetic=True, sweep=_sweep(texts, settings, drafter, runs))
-    found.checks.append(_all_follow("runs that emit the text", texts, settings, runs))
+    sweep = tau_by_budget(run, {"chain": chains, "tree": settings.budgets}, seed=settings.seed)
+    found = Findings(drafter=title, synthetic=True, sweep=sweep)
+    right = sum(_count_equal(continuations, run.tokens) == (sum(map(len, continuations)), "") for run in runs.values())
+    found.checks.append(_equal("runs that emit the text", f"{len(runs)}/{len(runs)}", f"{right}/{len(runs)}"))
     # Several depths are looked at together, so each interval is wide enough for all to hold in 999 of 1,000 drafters.
-    chain = max(budget for mode, budget in runs if mode == "chain")
-    table = acceptance_table(runs["chain", chain], level=1 - 0.001 / chain)
+    table = acceptance_table(runs["chain", chains[-1]], level=1 - 0.001 / chains[-1])
     tested = table.n_offered > 0
     inside = (table.low <= LAW[0][0]) & (LAW[0][0] <= table.high)
     name = f"depths that accept the law's {LAW[0][0]}"
@@ -263,127 +302,87 @@ STAGES: dict[str, Callable[[Settings], Findings]] = {
     "golden model": golden_model,
     "oracle tree": oracle_rounds,
     "drafting and sampling": model_runs,
-    "real text": real_text,
+    "trained pair": trained_pair,
     "synthetic drafter": synthetic,
     "backends": backends,
 }
 """By name, in order."""
 
 
-def draw(settings: Settings, findings: dict[str, Findings]) -> dict[str, Drawing]:
+def draw(settings: Settings, findings: dict[str, Findings]) -> dict[str, Axes]:
     """The figures of what was found, by file name."""
     from ddtree.analysis.figures import draw_tree, plot_acceptance_by_depth, plot_tau_by_budget
 
-    drawings = {}
+    axes = {}
     for found in findings.values():
         suffix = "_synthetic.png" if found.synthetic else ".png"
         if found.sweep is not None:
-            drawing = drawings[f"tau_by_budget{suffix}"] = plot_tau_by_budget(found.sweep)
-            drawing.axes.set_title(f"{found.drafter}, L ≤ {settings.depth_limit}", fontsize=10)
+            ax = axes[f"tau_by_budget{suffix}"] = plot_tau_by_budget(found.sweep)
+            ax.set_title(found.drafter, fontsize=7)
         if found.by_depth is not None:
-            drawing = drawings[f"acceptance_by_depth{suffix}"] = plot_acceptance_by_depth(found.by_depth)
-            drawing.axes.set_title(f"{found.drafter}, node budget {settings.shown_budget}", fontsize=10)
-        if found.tree is not None:
+            ax = axes[f"acceptance_by_depth{suffix}"] = plot_acceptance_by_depth(found.by_depth)
+            ax.set_title(f"{found.drafter}, node budget {settings.shown_budget}", fontsize=7)
+        if found.tree is not None and found.vocabulary is not None:
+            label = functools.partial(token_label, found.vocabulary)
             shown, row = found.tree.round, found.tree.row
             path = shown.acceptance.node_indices[row]
-            drawing = drawings["tree.png"] = draw_tree(shown.tree, row, path=path, labels=byte_label)
-            bonus = byte_label(int(shown.acceptance.bonus_token_ids[row]))
+            ax = axes["tree.png"] = draw_tree(shown.tree, row, path=path, labels=label)
+            bonus = label(int(shown.acceptance.bonus_token_ids[row]))
             title = f"after “{found.tree.before}”: {shown.acceptance.lengths[row] - 1} drafts accepted, then {bonus}"
-            drawing.axes.set_title(title, fontsize=10, parse_math=False)
-    return drawings
+            ax.set_title(title, fontsize=7, parse_math=False)
+    return axes
 
 
-def byte_label(token: int) -> str:
-    """A byte as a reader knows it: the character, a sign for white space, else its hexadecimal value."""
-    signs = {ord(" "): "␣", ord("\n"): "↵", ord("\t"): "⇥"}
-    return signs.get(token) or (chr(token) if 32 < token < 127 else f"{token:02x}")
+def token_label(vocabulary: Vocabulary, token: int) -> str:
+    """A token as a reader knows it: its text, with signs for white space."""
+    text = vocabulary.decode([token])
+    for space, sign in ((" ", "␣"), ("\n", "↵"), ("\t", "⇥")):
+        text = text.replace(space, sign)
+    return text or "(end)"
 
 
-def _library_texts(settings: Settings) -> list[NDArray[np.int32]]:
-    """Bytes of modules of the standard library, evenly spaced in the alphabet among those that are long enough."""
-    size = settings.prompt_bytes + settings.new_bytes
-    folder = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(path for path in folder.glob("*.py") if path.stat().st_size >= size)
-    if len(paths) < settings.files:
-        raise FileNotFoundError(
-            f"{folder} must hold {settings.files} modules of {size:,} bytes or more as text, got {len(paths)}: "
-            "this Python has its standard library elsewhere"
-        )
-    chosen = [paths[i * len(paths) // settings.files] for i in range(settings.files)]
-    return [np.frombuffer(path.read_bytes()[:size], np.uint8).astype(np.int32) for path in chosen]
+def _recorded(trace: Trace) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int32]]]:
+    """Each prompt of a trace and its continuation."""
+    prompts, continuations = [], []
+    for chunk in trace.chunks():
+        for p in range(chunk.num_prompts):
+            tokens, n = chunk.prompt_tokens(p), int(chunk.prompt_lens[p])
+            prompts.append(tokens[:n])
+            continuations.append(tokens[n:])
+    return prompts, continuations
 
 
-def _sweep(
-    texts: Sequence[NDArray[np.int32]],
-    settings: Settings,
-    drafter: Drafter,
-    runs: dict[tuple[str, int], Generation],
-) -> TauTable:
-    """Generate the texts with every budget, as a tree of that many nodes and as a chain; ``runs`` keeps the runs."""
-    prompts = [text[: settings.prompt_bytes] for text in texts]
-    target = ScriptedTarget(texts, BYTES)
-
-    def run(mode: Any, budget: int) -> Generation:
-        depth = min(budget, settings.depth_limit)  # of a chain, this is the number of nodes
-        engine = Engine(target, drafter, depth=depth, budget=budget)
-        runs[mode, budget] = engine.generate(prompts, settings.new_bytes, mode=mode)
-        return runs[mode, budget]
-
-    chains = [budget for budget in settings.budgets if budget <= settings.depth_limit]
-    return tau_by_budget(run, {"chain": chains, "tree": settings.budgets}, seed=settings.seed)
+def _scripted(trace: Trace) -> tuple[ScriptedTarget, list[NDArray[np.int32]], list[NDArray[np.int32]]]:
+    """A target that says what a trace's target said; the prompts, and their continuations."""
+    prompts, continuations = _recorded(trace)
+    texts = [np.concatenate(pair) for pair in zip(prompts, continuations, strict=True)]
+    return ScriptedTarget(texts, trace.manifest.vocab_size), prompts, continuations
 
 
-class _Recalled:
-    """A drafter that is asked once a context, for the largest draft of a sweep, and remembers the answer.
-
-    All runs on one text meet the same contexts. The drafter must be one whose small drafts are the beginnings of its
-    large ones, as :class:`NgramDrafter`'s are.
-    """
-
-    def __init__(self, drafter: Drafter, depth: int, topk: int) -> None:
-        self.drafter, self.depth, self.topk = drafter, depth, topk
-        self.drafts: dict[tuple[int, int], tuple[Any, Any]] = {}
-
-    def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[Any, Any]:
-        keys = [(request, len(tokens)) for request, tokens in zip(context.request_ids, context.tokens, strict=True)]
-        new = [b for b, key in enumerate(keys) if key not in self.drafts]
-        unknown = replace(
-            context,
-            request_ids=[context.request_ids[b] for b in new],
-            tokens=[context.tokens[b] for b in new],
-            root_token_ids=context.root_token_ids[new],
-            hidden_states=[context.hidden_states[b] for b in new],
-        )
-        answers = zip(*self.drafter(unknown, self.depth, self.topk), strict=True)
-        self.drafts |= dict(zip((keys[b] for b in new), answers, strict=True))
-        log_probs, token_ids = (np.stack(arrays) for arrays in zip(*(self.drafts[key] for key in keys), strict=True))
-        return log_probs[:, :depth, :topk], token_ids[:, :depth, :topk]
+def _lookup(trace: Trace, budgets: Sequence[int]) -> Iterator[tuple[str, int, Generation]]:
+    """Prompt lookup on the same continuations, by budget."""
+    target, prompts, _ = _scripted(trace)
+    about = trace.manifest
+    for budget in budgets:
+        engine = Engine(target, NgramDrafter(), depth=min(budget, about.depth), budget=budget)
+        yield "prompt lookup", budget, engine.generate(prompts, about.max_new_tokens, about.stop_token_ids)
 
 
-def _all_follow(
-    name: str,
-    texts: Sequence[NDArray[np.int32]],
-    settings: Settings,
-    runs: dict[tuple[str, int], Generation],
-) -> Check:
-    expected = [text[settings.prompt_bytes :] for text in texts]
-    right = sum(_count_equal(expected, run.tokens)[0] == sum(map(len, expected)) for run in runs.values())
-    return _equal(name, f"{len(runs)}/{len(runs)}", f"{right}/{len(runs)}")
-
-
-def _tree_to_show(run: Generation, texts: Sequence[NDArray[np.int32]], prompt_bytes: int) -> DrawnTree | None:
-    """A round that keeps 3 to 7 drafts: if there is one, without white space among them; then, of the most leaves."""
+def _tree_to_show(run: Generation, prompts: list[NDArray[np.int32]], vocabulary: Vocabulary) -> DrawnTree | None:
+    """A round that keeps 3 to 6 drafts, none of them white space alone if there is one: of the most leaves."""
     best, shown = (False, 0), None
-    done = np.full(len(texts), prompt_bytes + 1)  # committed, with the prefill's
+    before = [np.concatenate(pair) for pair in zip(prompts, run.tokens, strict=False)]
+    done = [len(prompt) + 1 for prompt in prompts]  # committed, with the prefill's
     for round_ in run.rounds:
         for row, request in enumerate(round_.request_ids):
             tree, length = round_.tree, int(round_.acceptance.lengths[row])
             n = int(tree.node_counts[row])
-            kept = tree.token_ids[row, round_.acceptance.node_indices[row, 1:length]]
-            merit = bool((kept > ord(" ")).all()), n - len(np.unique(tree.parents[row, 1:n]))
-            if 4 <= length <= 8 and merit > best and not round_.acceptance.finished[row]:
-                before = texts[request][max(done[request] - 24, 0) : done[request]]
-                best, shown = merit, DrawnTree(round_, row, "".join(map(byte_label, before.tolist())).lstrip("␣"))
+            kept = tree.token_ids[row, round_.acceptance.node_indices[row, 1:length]].tolist()
+            words = all(vocabulary.decode([token]).strip() for token in kept)
+            merit = words, n - len(np.unique(tree.parents[row, 1:n]))
+            if 4 <= length <= 7 and merit > best and not round_.acceptance.finished[row]:
+                text = vocabulary.decode(before[request][: done[request]])
+                best, shown = merit, DrawnTree(round_, row, text.rpartition("\n")[2].strip())
             done[request] += length
     return shown
 

@@ -14,7 +14,7 @@ LEVEL = 0.95
 RESAMPLES = 2_000
 
 _BLOCK = 2**22
-"""Most counts drawn at once, so that memory does not grow with prompts times resamples."""
+"""Most prompts drawn at once, so that memory does not grow with prompts times resamples."""
 
 
 def check_level(level: float) -> None:
@@ -82,9 +82,13 @@ def resample_sums(columns: ArrayLike, *, seed: int = 0, resamples: int = RESAMPL
         raise ValueError(f"resamples must be at least 1, got {resamples}")
     if P < 2:
         return np.zeros((0, C))
-    rng, share, block = np.random.default_rng(seed), np.full(P, 1 / P), max(1, _BLOCK // P)
-    sizes = [min(block, resamples - start) for start in range(0, resamples, block)]
-    return np.concatenate([rng.multinomial(P, share, size=size) @ columns for size in sizes])
+    rng, block = np.random.default_rng(seed), max(1, _BLOCK // P)
+    sums = []
+    for start in range(0, resamples, block):
+        size = min(block, resamples - start)
+        drawn = rng.integers(0, P, (size, P)) + P * np.arange(size)[:, None]
+        sums.append(np.bincount(drawn.ravel(), minlength=size * P).reshape(size, P) @ columns)
+    return np.concatenate(sums)
 
 
 def percentile_interval(draws: ArrayLike, *, level: float = LEVEL) -> tuple[Any, Any]:

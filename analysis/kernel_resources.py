@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib
 import importlib.resources
+import itertools
 import re
 import struct
 from collections.abc import Iterable, Iterator
@@ -251,13 +252,24 @@ def _constants(cubin: bytes, sections: list[tuple[int, ...]]) -> Iterator[tuple[
 
 
 def resources_page(rows: Iterable[KernelResources]) -> str:
-    """The page ``RESOURCES.md``: one line a kernel and architecture."""
+    """The page ``RESOURCES.md``: a line a program, then one a kernel and architecture; rows of a program together."""
+    rows = list(rows)
     lines = [
         "# What the CUDA C++ kernels need",
         "",
         f"Compiled by NVRTC {nvrtc_version()} without a GPU; `python -m ddtree.analysis.kernel_resources --write`",
         "makes this page. No kernel spills. Shared memory is static + dynamic, of the latter the most that a launcher",
         "takes; sm_120 has 101,376 bytes a block. Occupancy is the theoretical share of a multiprocessor's threads.",
+        "",
+        "## By program",
+        "",
+        "The most that any kernel of it needs, and the least occupancy, on sm_90 / sm_120.",
+        "",
+        "| program | kernels | registers | shared memory | occupancy |",
+        "|---|--:|--:|--:|--:|",
+        *(_summary(name, list(group)) for name, group in itertools.groupby(rows, key=lambda r: r.program)),
+        "",
+        "## By kernel",
         "",
         "| program | kernel | architecture | threads | registers | shared memory | blocks an SM | occupancy |",
         "|---|---|---|--:|--:|--:|--:|--:|",
@@ -268,6 +280,18 @@ def resources_page(rows: Iterable[KernelResources]) -> str:
         for r in rows
     ]
     return "\n".join(lines) + "\n"
+
+
+def _summary(program: str, rows: list[KernelResources]) -> str:
+    """One line of the first table."""
+    by_arch = [[r for r in rows if r.arch == arch] for arch in ARCHITECTURES]
+    cells = (
+        str(len(by_arch[0])),
+        " / ".join(str(max(r.registers for r in part)) for part in by_arch),
+        " / ".join(f"{max(r.static_shared + r.dynamic_shared for r in part):,}" for part in by_arch),
+        " / ".join(f"{min(r.occupancy for r in part):.0%}" for part in by_arch),
+    )
+    return f"| {program} | {' | '.join(cells)} |"
 
 
 @click.command()

@@ -246,13 +246,19 @@ def _verify_seconds(costs: Any) -> tuple[Seconds, float]:
 
 def _ask(seconds: Seconds, nodes: ArrayLike, contexts: ArrayLike) -> NDArray[np.float64]:
     """Seconds of many passes, each pair of nodes and context asked for once."""
-    pairs, which = np.unique(np.stack([nodes, contexts]).astype(np.int64), axis=1, return_inverse=True)
-    answers = seconds(*pairs)
-    if not (np.isfinite(answers) & (answers > 0)).all():
-        at = int(np.flatnonzero(~(np.isfinite(answers) & (answers > 0)))[0])
-        n, c = pairs[:, at].tolist()
-        raise ValueError(f"costs must give seconds that are finite and over 0, got {answers[at]} at ({n}, {c})")
-    return answers[which.reshape(-1)]
+    n, c = np.asarray(nodes, np.int64), np.asarray(contexts, np.int64)
+    base = int(n.max(initial=0)) + 1
+    pairs, which = np.unique(c * base + n, return_inverse=True)
+    asked, behind = pairs % base, pairs // base
+    answers = seconds(asked, behind)
+    wrong = np.flatnonzero(~(np.isfinite(answers) & (answers > 0)))
+    if wrong.size:
+        at = int(wrong[0])
+        raise ValueError(
+            f"costs must give seconds that are finite and over 0, got {answers[at]} at ({asked[at]}, {behind[at]})"
+        )
+    each: NDArray[np.float64] = answers[which.reshape(-1)]
+    return each
 
 
 def _sums(rounds: RoundTable, seconds: Seconds, draft: float, step: float | None) -> NDArray[np.float64]:

@@ -44,7 +44,7 @@ from ddtree.policies import (
 )
 from ddtree.protocols import Policy
 
-__all__ = ["SweepTable", "figures_of", "policy_grid", "sweep", "write_sweep"]
+__all__ = ["SweepTable", "policy_grid", "sweep", "write_sweep"]
 
 CELLS = "cells"
 """Folder of the finished cells, beside the tables."""
@@ -99,13 +99,6 @@ class SweepTable(Table):
         "trace", "policy", "label", "budget", "depth", "topk", "tau", "low", "high", "expected", "nodes", "efficiency",
         "efficiency_low", "efficiency_high", "n_prompts", "n_rounds", "n_tokens", "used_last_rank",
     )  # fmt: skip
-
-    def tau_table(self, trace: str) -> TauTable:
-        """The rows of one trace, as figures of τ take them."""
-        rows = np.array([name == trace for name in self.trace], np.bool_)
-        columns = {name: getattr(self, name) for name in TauTable.columns}
-        policy = tuple(p for p, row in zip(columns.pop("policy"), rows, strict=True) if row)
-        return TauTable(policy, **{name: column[rows] for name, column in columns.items()}, level=self.level)
 
 
 def sweep(
@@ -269,20 +262,6 @@ def write_sweep(table: SweepTable, folder: str | os.PathLike[str]) -> list[Path]
         with atomic_write(folder / name) as file:
             file.write(content.encode())
     return [folder / name for name in written]
-
-
-def figures_of(table: SweepTable) -> dict[str, Any]:
-    """Draw a sweep: by file name, a figure of τ by budget for each trace."""
-    from ddtree.analysis.figures import plot_tau_by_budget
-
-    drawings = {}
-    names = tuple(dict.fromkeys(table.trace))
-    for name in names:
-        drawing = plot_tau_by_budget(table.tau_table(name))
-        if len(names) > 1:
-            drawing.axes.set_title(name, loc="left", parse_math=False)
-        drawings["tau_by_budget.svg" if len(names) == 1 else f"tau_by_budget_{name}.svg"] = drawing
-    return drawings
 
 
 Result = tuple[NDArray[np.float64], int]

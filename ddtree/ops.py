@@ -284,7 +284,7 @@ def verify_attention(
     q : array, float16, bfloat16, float32 or float64, shape (B, N, H, C + R)
         Absorbed queries: latent part first, rotated part last.
     kv_cache : array, the type of q, shape (pages, S, C + R)
-        One layer of the cache. Rows that no node sees may hold anything, NaN included.
+        One layer of the cache. Rows that a node does not see may hold anything for it, NaN and infinities included.
     page_table : array, int32, shape (B, max_pages)
         Row r of request b is row ``r % S`` of page ``page_table[b, r // S]``. Only pages of rows in use are read.
     prefix_lens : array, int32, shape (B,)

@@ -484,7 +484,7 @@ def check_policy_tree(policy: Policy, tree: Any, log_probs: Any, token_ids: Any,
     B, L, K = log_probs.shape
     try:
         host = _host_tree(tree)
-        call = Call("accept_tree", "reference", {"target_token_ids": host.token_ids}, host)
+        call = Call("accept_tree", None, {"target_token_ids": host.token_ids}, host)
         call.check_tree()
         slots, budget = call.dims["N"], integer("budget", policy.budget, 0, INT32_MAX - 1)
         if call.dims["B"] != B:

@@ -102,6 +102,12 @@ class DraftTree:
             node = int(self.parents[request, node])
         return tuple(reversed(path))
 
+    def _repr_svg_(self) -> str:
+        """Show the trees in a notebook, as :func:`ddtree.svg.tree_svg` draws them."""
+        from ddtree.svg import tree_svg
+
+        return tree_svg(self)
+
     def __repr__(self) -> str:
         """Short where the batch is small enough to read, shapes only where it is not."""
         if self.batch_size != 1 or self.num_slots > 32:

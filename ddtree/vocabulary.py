@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from ddtree.kdtr import read_kdtr, write_kdtr
 from ddtree.tokens import token_row
 
-__all__ = ["Vocabulary"]
+__all__ = ["Vocabulary", "read_tokenizer_json"]
 
 _BYTES, _OFFSETS, _TOKENIZER = "token_bytes", "token_offsets", "tokenizer_json"
 
@@ -95,7 +97,10 @@ class Vocabulary:
             raise ImportError(
                 f"encoding text needs the tokenizers library ({error}): pip install 'ddtree[text]'"
             ) from error
-        return Tokenizer.from_buffer(self.tokenizer_json)
+        try:
+            return Tokenizer.from_buffer(self.tokenizer_json)
+        except Exception as error:  # the library raises no narrower class
+            raise ValueError(f"tokenizer_json is no tokenizer that can be read: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the vocabulary to a KDTR file, which is replaced if it exists."""
@@ -119,7 +124,9 @@ class Vocabulary:
         """
         path = Path(path)
         arrays, _ = read_kdtr(path)
-        for name, dtype in ((_BYTES, "uint8"), (_OFFSETS, "int64")):
+        for name, dtype in ((_BYTES, "uint8"), (_OFFSETS, "int64"), (_TOKENIZER, "uint8")):
+            if name == _TOKENIZER and name not in arrays:
+                continue  # then it only decodes
             if name not in arrays or arrays[name].ndim != 1 or arrays[name].dtype != dtype:
                 got = f"{arrays[name].dtype} {arrays[name].shape}" if name in arrays else "none"
                 raise ValueError(f"{path} is no vocabulary: {name} must be {dtype} of shape (n,), got {got}")
@@ -134,3 +141,66 @@ class Vocabulary:
             [data[start:end] for start, end in itertools.pairwise(ends)],
             None if tokenizer is None else tokenizer.tobytes(),
         )
+
+
+def read_tokenizer_json(path: str | os.PathLike[str], vocab_size: int) -> Vocabulary:
+    """Read the vocabulary of a ``tokenizer.json``, as models on the hub have one; decoding needs no library.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        The file, of the ``tokenizers`` library: tokens as byte-level BPE writes bytes, or as SentencePiece does, with
+        ``▁`` for a space and ``<0x0A>`` for a byte.
+    vocab_size : int
+        V of the model: ids that the file does not name have no bytes.
+
+    Raises
+    ------
+    ValueError
+        The file is not such JSON, or names an id outside 0 … V − 1.
+    """
+    path = Path(path)
+    raw = path.read_bytes()
+    try:
+        document = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    added = _added_tokens(document)
+    model = document.get("model") if isinstance(document, dict) else None
+    tokens = model.get("vocab") if isinstance(model, dict) else None
+    if added is None or not isinstance(tokens, dict):
+        raise ValueError(f"{path} must have its tokens in model.vocab, from token to id, and in added_tokens")
+    byte_level = '"ByteLevel"' in raw.decode(errors="replace")
+    table = [b""] * vocab_size
+    for token, i in [*tokens.items(), *added.items()]:
+        if not isinstance(i, int) or not 0 <= i < vocab_size:
+            raise ValueError(f"{path}: the id of {token!r} must be in 0 … {vocab_size - 1}, got {i!r}")
+        table[i] = token.encode(errors="replace") if token in added else _bytes_of(token, byte_level)
+    return Vocabulary(table, raw)
+
+
+def _added_tokens(document: Any) -> dict[str, Any] | None:
+    listed = document.get("added_tokens", []) if isinstance(document, dict) else None
+    if not isinstance(listed, list) or not all(
+        isinstance(t, dict) and isinstance(t.get("content"), str) for t in listed
+    ):
+        return None
+    return {token["content"]: token.get("id") for token in listed}
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level BPE writes a printable byte as its own character, and the others from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_character()
+_BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _bytes_of(token: str, byte_level: bool) -> bytes:
+    if byte_level and all(character in _BYTE_OF for character in token):
+        return bytes(_BYTE_OF[character] for character in token)
+    name = None if byte_level else _BYTE_NAME.fullmatch(token)
+    return bytes([int(name[1], 16)]) if name else token.replace("▁", " ").encode(errors="replace")

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import traceback
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ class Operation:
             case.error = f"raised SystemExit: {error}"
             raise RuntimeError(case.error) from error
         except Exception as error:
-            case.error = str(error) if isinstance(error, MisuseError) else f"raised {type(error).__name__}: {error}"
+            case.error = str(error) if isinstance(error, MisuseError) else _raised(error)
             raise
         return case.got
 
@@ -94,6 +95,14 @@ class Operation:
             return importlib.import_module("cupy").asarray(copy)
         copy.flags.writeable = (self.name, name) in WRITTEN
         return copy
+
+
+def _raised(error: Exception) -> str:
+    """What was raised, and the place of it that is nearest and not in a library."""
+    told = f"raised {type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)[2:]  # without the two that called the backend
+    own = [f for f in frames if "site-packages" not in f.filename and "<" not in f.filename] or frames
+    return f"{told}\n  at {own[-1].filename}:{own[-1].lineno}, in {own[-1].name}: {own[-1].line}" if own else told
 
 
 class MisuseError(AssertionError):

@@ -116,6 +116,19 @@ def test_a_row_that_a_node_does_not_see_does_not_matter(verify_attention, case):
     assert_same(after[others], before[others])
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@given(case=attention_inputs(np.float32))
+def test_a_row_that_is_not_finite_reaches_no_node_that_does_not_see_it(verify_attention, value, case):
+    before, S = case.call(verify_attention), case.kv_cache.shape[1]
+    last = case.tree.node_counts - 1
+    for b, i in enumerate(last):
+        case.kv_cache[brute_force.row_place(case.page_table[b], case.prefix_lens[b] + i, S)] = value
+    with np.errstate(invalid="ignore"):
+        after = case.call(verify_attention)
+    others = np.arange(case.tree.num_slots) != last[:, None]
+    assert_same(after[others], before[others])
+
+
 @pytest.mark.parametrize("B, N", [(0, 1), (0, 5)])
 def test_no_request_has_no_output(verify_attention, B, N):
     tree = tree_from_parents(np.zeros((B, N), np.int32), np.zeros((B, N), np.int32))

@@ -53,4 +53,7 @@ TOLERANCE: dict[tuple[str, str], Tolerance] = {
     ("model", "float32"): Tolerance(
         1e-5, "of the largest element: three layers in float32, no router near a flip; 4e-6 is what is seen"
     ),
+    ("draft", "float32"): Tolerance(
+        1e-3, "of a log-prob: a pass of another shape rounds the hidden states otherwise; 3e-5 is seen in 7,000 rounds"
+    ),
 }

@@ -21,7 +21,7 @@ from ddtree.kernels import numba_cpu
 from ddtree.property_tests.cases import KEYWORDS, PARAMETERS
 from ddtree.trees import Acceptance, DraftTree
 
-__all__ = ["CASES", "Case", "attention_inputs"]
+__all__ = ["CASES", "Case", "attention_inputs", "some_trees"]
 
 VOCAB = 163_840
 LATENT, ROTATED, PAGE = 512, 64, 64
@@ -87,7 +87,8 @@ def _call(op: str) -> Callable[[Ops, dict[str, Any]], Any]:
     return call
 
 
-def _trees(B: int, L: int, budget: int, K: int | None = None) -> DraftTree:
+def some_trees(B: int, L: int, budget: int, K: int | None = None) -> DraftTree:
+    """Trees of ``budget`` nodes that a builder made of random drafts."""
     K = min(budget, 64) if K is None else K
     tree: DraftTree = numba_cpu.build_tree(*draft(DraftCase(budget, K, False, B, L)), budget=budget)
     return tree
@@ -148,6 +149,20 @@ def _logits_to_tree(B: int, L: int, K: int, budget: int) -> Case:
     return Case("logits to tree", needs, sizes, make, run, 0, 2 * B * L * VOCAB)
 
 
+def _tree_form(op: str, B: int, budget: int) -> Case:
+    """``visibility_words`` or ``tree_positions`` of a tree that a builder made."""
+
+    def make() -> dict[str, Any]:
+        tree = some_trees(B, 15, budget)
+        if op == "visibility_words":
+            return {"parents": tree.parents, "node_counts": tree.node_counts}
+        return {"depths": tree.depths, "prefix_lens": np.random.default_rng(0).integers(0, 8192, B).astype(np.int32)}
+
+    N = 1 + budget
+    moved = 4.0 * B * N * (1 + (-(-N // 32) if op == "visibility_words" else 1))
+    return Case(op, (op,), {"B": B, "L": 15, "budget": budget}, make, _call(op), 0, moved)
+
+
 def attention_inputs(B: int, H: int, N: int, context: int, dtype: Any, page: int = PAGE) -> dict[str, Any]:
     """Queries, a cache of shuffled pages and a tree of N nodes a request."""
     rng = np.random.default_rng(0)
@@ -158,7 +173,7 @@ def attention_inputs(B: int, H: int, N: int, context: int, dtype: Any, page: int
         "kv_cache": rng.standard_normal((B * pages, page, LATENT + ROTATED), np.float32).astype(dtype),
         "page_table": table,
         "prefix_lens": np.full(B, context, np.int32),
-        "tree": _trees(B, 7, N - 1, 16),
+        "tree": some_trees(B, 7, N - 1, 16),
         "scale": SCALE,
         "kv_lora_rank": LATENT,
     }
@@ -207,7 +222,7 @@ def choices_for(tree: DraftTree, seed: int = 0) -> NDArray[np.int32]:
 
 def _accept_and_compact(B: int, L: int, budget: int, layers: int, context: int) -> Case:
     def make() -> dict[str, Any]:
-        rng, tree = np.random.default_rng(0), _trees(B, L, budget)
+        rng, tree = np.random.default_rng(0), some_trees(B, L, budget)
         pages = -(-(context + budget + 1) // PAGE)
         data = rng.integers(0, 2**16, (layers, B * pages, PAGE, LATENT + ROTATED), np.uint16)
         return {
@@ -238,6 +253,11 @@ CASES: tuple[Case, ...] = (
     *(_build_tree(1, 15, 64, budget, drafts) for budget in (64, 1024) for drafts in ("tied", "peaked")),
     *(_topk(1, L, 64, dtype) for L in (7, 15) for dtype in (BF16, F32)),
     *(_logits_to_tree(1, L, 64, 64) for L in (7, 15)),
+    *(
+        _tree_form(op, B, budget)
+        for op in ("visibility_words", "tree_positions")
+        for B, budget in ((1, 64), (64, 64), (1, 1024))
+    ),
     *(
         _attention(B, H, N, context)
         for B, H, N, context in (

@@ -13,11 +13,13 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree.analysis.benchmarks.cases import Case
+from ddtree.analysis.benchmarks.cases import Case, some_trees
+from ddtree.reference import rope as reference_rope
 
 __all__ = ["LAYER_CASES"]
 
 HIDDEN, ATTENDED, VOCAB, INNER = 7168, 8192, 163_840, 2048
+HEADS, LATENT, ROTATED, UNROTATED, PAGE = 64, 512, 64, 128, 64
 EXPERTS, ROUTED, CHOSEN = 16, 256, 8
 """Experts that fit in memory beside each other, those that a router chooses from, and how many it chooses."""
 NEAR = 2e-2
@@ -77,6 +79,25 @@ def _route_fault(inputs: Mapping[str, Any], result: tuple[Result, Result]) -> st
     return _far(result[1], weights.astype(np.float64))
 
 
+def _rope_fault(inputs: Mapping[str, Any], result: tuple[Result, Result]) -> str:
+    tree, prefix_lens, C = inputs["tree"], inputs["prefix_lens"], LATENT
+    q, cache = (part.astype(np.float64) for part in result)
+    told = ""
+    for b in range(tree.batch_size):
+        i = int(tree.node_counts[b]) - 1  # the last node in use
+        position, row = prefix_lens[b] + tree.depths[b, i], int(prefix_lens[b]) + i
+        cos, sin = reference_rope.rope_cos_sin(position, inputs["frequencies"])
+
+        def rotated(x: Result, cos: Any = cos, sin: Any = sin) -> Result:
+            return reference_rope.rotate_halves(x.astype(np.float64), cos, sin)
+
+        kept = cache[inputs["page_table"][b, row // PAGE], row % PAGE]
+        told = told or _far(q[b, i, :, C:], rotated(inputs["queries"][b, i, :, UNROTATED:]))
+        told = told or _far(kept[C:], rotated(inputs["keys"][b, i]))
+        told = told or ("" if (kept[:C] == inputs["latents"][b, i]).all() else "the latent's row differs")
+    return told
+
+
 def _case(
     name: str, sizes: dict[str, Any], make: Callable[[], dict[str, Any]], fault: Any, flops: float, moved: float
 ) -> Case:
@@ -108,6 +129,32 @@ def _swiglu(M: int) -> Case:
     size = 3 * INNER * HIDDEN
     sizes = {"M": M, "D": HIDDEN, "inner": INNER}
     return _case("swiglu", sizes, make, _swiglu_fault, 2.0 * M * size, 2.0 * (size + 2 * M * HIDDEN))
+
+
+def _rope(B: int) -> Case:
+    N, context, H = 65, 8192, HEADS
+
+    def make() -> dict[str, Any]:
+        pages = -(-(context + N) // PAGE)
+        return {
+            "q": _normal(0, B, N, H, LATENT + ROTATED),
+            "kv_cache": _normal(1, B * pages, PAGE, LATENT + ROTATED),
+            "queries": _normal(2, B, N, H, UNROTATED + ROTATED),
+            "latents": _normal(3, B, N, LATENT),
+            "keys": _normal(4, B, N, ROTATED),
+            "page_table": np.random.default_rng(0).permutation(B * pages).astype(np.int32).reshape(B, pages),
+            "prefix_lens": np.full(B, context, np.int32),
+            "tree": some_trees(B, 7, N - 1),
+            "frequencies": reference_rope.rope_frequencies(ROTATED, 10_000.0),
+        }
+
+    def run(ops: Mapping[str, Callable[..., Any]], inputs: dict[str, Any]) -> Any:
+        ops["rope"](**inputs)
+        return inputs["q"], inputs["kv_cache"]
+
+    moved = 2.0 * B * N * (2 * H * ROTATED + 2 * (LATENT + ROTATED))
+    sizes = {"B": B, "N": N, "H": H, "context": context}
+    return Case("rope", ("rope",), sizes, make, run, 0, moved, gpu_only=True, fault=_rope_fault)
 
 
 def _route(M: int) -> Case:
@@ -146,6 +193,7 @@ def _moe(M: int) -> Case:
 
 LAYER_CASES: tuple[Case, ...] = (
     *map(_rms_norm, (1, 65, 256)),
+    *map(_rope, (1, 8)),
     *(_linear(M, ATTENDED, HIDDEN) for M in (1, 16, 65, 256)),
     _linear(65, HIDDEN, VOCAB),
     *map(_swiglu, (1, 16, 65, 256)),

@@ -98,6 +98,28 @@ def _torch_topk(torch: Any, inputs: dict[str, Any], device: str) -> Callable[[],
     return run
 
 
+def _positions(torch: Any, inputs: dict[str, Any], device: str) -> Callable[[], Any]:
+    depths, prefix_lens = (tensor(torch, inputs[name], device) for name in ("depths", "prefix_lens"))
+    return lambda: depths.clamp(min=0) + prefix_lens[:, None]
+
+
+def _visibility_on_host(torch: Any, inputs: dict[str, Any], device: str) -> Callable[[], Any]:
+    """A row a node, copied from its parent's; then to the GPU, as bool."""
+    parents, counts = inputs["parents"], inputs["node_counts"]
+    B, N = parents.shape
+
+    def run() -> Any:
+        visible = np.zeros((B, N, N), np.bool_)
+        for b in range(B):
+            visible[b, 0, 0] = True
+            for i in range(1, int(counts[b])):
+                visible[b, i] = visible[b, parents[b, i]]
+                visible[b, i, i] = True
+        return torch.from_numpy(visible).to(device)
+
+    return run
+
+
 # Attention: keys gathered into one tensor a request and the mask as bool, both before the time starts.
 
 
@@ -214,6 +236,33 @@ def _torch_rms_norm(torch: Any, inputs: dict[str, Any], device: str) -> Callable
     return lambda: torch.nn.functional.rms_norm(x, weight.shape, weight, inputs["eps"])
 
 
+def _torch_rope(torch: Any, inputs: dict[str, Any], device: str) -> Callable[[], Any]:
+    """Rotate queries and keys by tables of all positions, and put the nodes' rows into the cache."""
+    q, cache, queries, latents, keys = (
+        tensor(torch, inputs[name], device) for name in ("q", "kv_cache", "queries", "latents", "keys")
+    )
+    tree, table, page = inputs["tree"], inputs["page_table"].astype(np.int64), inputs["kv_cache"].shape[1]
+    rows = inputs["prefix_lens"][:, None] + np.arange(tree.num_slots)
+    places = np.take_along_axis(table, rows // page, 1) * page + rows % page
+    positions = tensor(torch, inputs["prefix_lens"][:, None] + tree.depths.clip(0), device)
+    angles = np.arange(int(rows.max()) + 1)[:, None] * inputs["frequencies"]
+    cosines, sines = (tensor(torch, of(angles).astype(np.float32), device).to(q.dtype) for of in (np.cos, np.sin))
+    where, flat = tensor(torch, places.ravel(), device), cache.view(-1, cache.shape[-1])
+    R, C = keys.shape[-1], latents.shape[-1]
+
+    def rotated(x: Any, cos: Any, sin: Any) -> Any:
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def run() -> Any:
+        cos, sin = cosines[positions], sines[positions]
+        q[..., C:] = rotated(queries[..., -R:], cos[:, :, None], sin[:, :, None])
+        flat.index_copy_(0, where, torch.cat([latents, rotated(keys, cos, sin)], -1).flatten(0, 1))
+        return q
+
+    return run
+
+
 def _torch_linear(torch: Any, inputs: dict[str, Any], device: str) -> Callable[[], Any]:
     x, weight = (tensor(torch, inputs[name], device) for name in ("x", "weight"))
     return lambda: torch.nn.functional.linear(x, weight)
@@ -263,6 +312,22 @@ def _experts_one_by_one(torch: Any, inputs: dict[str, Any], device: str) -> Call
 
 
 PEERS = (
+    Peer("torch", "tree_positions", "depths + prefix_lens, eagerly", "torch", _positions),
+    Peer(
+        "host loop",
+        "visibility_words",
+        "as published: a row a node on the host, copied from its parent's, then to the GPU",
+        "torch",
+        _visibility_on_host,
+        waits=True,
+    ),
+    Peer(
+        "torch",
+        "rope",
+        "tables of cosines and sines, products, cat, index_copy, eagerly; rows' places worked out beforehand",
+        "torch",
+        _torch_rope,
+    ),
     Peer("torch", "rms_norm", "torch.nn.functional.rms_norm", "torch", _torch_rms_norm),
     Peer("torch", "linear", "torch.nn.functional.linear, which is the vendor's library", "torch", _torch_linear),
     Peer("torch", "swiglu", "two such products, and silu between them", "torch", _torch_swiglu),

@@ -97,8 +97,8 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     for name, rows in _by_name(report).items():
         kind, file_name = compared(rows), name.replace(" ", "_")
         times = [(row.label, {who: median(t, kind) for who, t in row.times.items()}) for row in rows]
-        drawing = figures.plot_times(name, times, kind=kind)
-        written.append(figures.save(drawing, folder / f"{file_name}.svg"))
+        ax = figures.plot_times(name, times, kind=kind)
+        written.append(figures.save(ax, folder / f"{file_name}.svg"))
         # the ceiling of arithmetic is that of bfloat16
         points = [
             (row.label, row.flops, row.bytes, {who: median(t, kind) for who, t in row.times.items()})
@@ -106,10 +106,8 @@ def write_report(report: Report, folder: Path) -> list[Path]:
             if row.flops and row.sizes.get("type") != "float32"
         ]
         if report.ceilings and points:
-            drawing = figures.plot_roofline(
-                name, points, report.ceilings.copy_gb_per_s, report.ceilings.matmul_tflop_per_s
-            )
-            written.append(figures.save(drawing, folder / f"{file_name}_roofline.svg"))
+            ax = figures.plot_roofline(name, points, report.ceilings.copy_gb_per_s, report.ceilings.matmul_tflop_per_s)
+            written.append(figures.save(ax, folder / f"{file_name}_roofline.svg"))
     return written
 
 

@@ -12,10 +12,13 @@ from ddtree import BackendUnavailable, __version__
 from ddtree.cli.bench import bench
 from ddtree.cli.check import check
 from ddtree.cli.demo import demo
+from ddtree.cli.generate import generate
 from ddtree.cli.info import info
 from ddtree.cli.kdtr import kdtr
+from ddtree.cli.plot import plot
 from ddtree.cli.record import record
 from ddtree.cli.replay import replay
+from ddtree.cli.report import report
 from ddtree.cli.sweep import sweep
 from ddtree.kdtr import KdtrError
 
@@ -46,5 +49,5 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # τ on a terminal that has none is no reason to stop
 
 
-for command in (bench, check, demo, info, kdtr, record, replay, sweep):
+for command in (bench, check, demo, generate, info, kdtr, plot, record, replay, report, sweep):
     main.add_command(command)

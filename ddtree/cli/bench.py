@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write JSON and figures."
 )
 def bench(backend: str | None, ops: str | None, repeats: int, compiled: bool, output: Path | None) -> None:
-    """Time a backend beside its peers, at the sizes of a decoding round.
+    """Time a backend beside its peers, at sizes of a decoding round.
 
     Each operation must first agree with the reference: what is wrong is not timed, and the command exits with 1. On a
     GPU, times are of CUDA graphs. Peers that need torch or Triton are left out where those are not installed.

@@ -113,9 +113,9 @@ def _write(folder: Path, settings: Settings, findings: dict[str, Findings]) -> l
     from ddtree.analysis.figures import save
     from ddtree.kdtr import atomic_write
 
-    drawings = draw(settings, findings)
-    for name, drawing in drawings.items():
-        save(drawing.figure, folder / name)
+    figures = draw(settings, findings)
+    for name, ax in figures.items():
+        save(ax, folder / name)
 
     def as_json(found: Findings) -> dict[str, Any]:
         return {
@@ -137,7 +137,7 @@ def _write(folder: Path, settings: Settings, findings: dict[str, Findings]) -> l
     }
     with atomic_write(folder / "results.json") as file:
         file.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-    return [*drawings, "results.json"]
+    return [*figures, "results.json"]
 
 
 def _tau_table(findings: dict[str, Findings]) -> Table:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from ddtree.analysis.environment import BackendState
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def info(as_json: bool) -> None:
-    """Show versions, devices, and which backend serves which operation."""
+    """Show versions, devices, and who serves which operation."""
     from ddtree.analysis.environment import backend_states, devices, gpu_timings, gpu_verification, how_to_get, versions
     from ddtree.backends import DEFAULT_ORDER
 
@@ -36,25 +38,26 @@ def info(as_json: bool) -> None:
 
     console = Console(highlight=False)
     installed = versions()
-    console.print(", ".join(f"{name} {version}" for name, version in installed.items() if version))
-    missing = [name for name, version in installed.items() if not version]
-    console.print(f"not installed: {', '.join(missing) or 'nothing'}")
-    console.print(*devices(), sep="\n", markup=False, soft_wrap=True)
+    _section(console, "installed", [", ".join(f"{name} {version}" for name, version in installed.items() if version)])
+    _section(console, "missing", [f"{m}: {how_to_get(m)}" for m, version in installed.items() if not version])
+    _section(console, "devices", devices())
     console.print(_operations(states))
-    console.print("default  serves calls without backend=: the first that has the operation, of")
     able = {state.name for state in states if state.ops}
-    for kind, order in DEFAULT_ORDER.items():
-        console.print(f"         {', '.join(b for b in order if b in able) or 'nothing yet'} for arrays on {kind}")
-    console.print("other    serves calls that name it: backend=…")
-    console.print()
-    verified = [seen for state in states if (seen := gpu_verification(state.name))]
-    for line in [
-        *verified,
-        *gpu_timings(),
-        *(s.reason for s in states if s.reason),
-        *(f"to get {m}: {how_to_get(m)}" for m in missing),
-    ]:
-        console.print(line, markup=False, soft_wrap=True)  # a command must stay in one piece
+    orders = [
+        f"{', '.join(b for b in order if b in able) or 'nothing yet'} for arrays on {kind}"
+        for kind, order in DEFAULT_ORDER.items()
+    ]
+    _section(console, "default", ["serves calls without backend=: the first that has the operation, of", *orders])
+    _section(console, "other", ["serves calls that name it: backend=…"])
+    _section(console, "not here", [s.reason for s in states if s.reason])
+    _section(console, "on a GPU", [*(seen for s in states if (seen := gpu_verification(s.name))), *gpu_timings()])
+
+
+def _section(console: Console, name: str, lines: Iterable[str]) -> None:
+    """A name, and lines beside it; nothing where there are none."""
+    for i, line in enumerate(lines):
+        # a command must stay in one piece
+        console.print(f"{'' if i else name:9} {line}", markup=False, soft_wrap=True)
 
 
 def _operations(states: tuple[BackendState, ...]) -> Table:

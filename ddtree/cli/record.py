@@ -91,7 +91,8 @@ def record(
     size = sum(path.stat().st_size for path in out.iterdir()) / 1e6
     console = Console(highlight=False)
     console.print(
-        f"{counts['prompts']:,} prompts, {counts['new_tokens']:,} new tokens, {counts['positions']:,} drafts of "
+        f"{counts['prompts']:,} prompt{'s' * (counts['prompts'] != 1)}, {counts['new_tokens']:,} new tokens, "
+        f"{counts['positions']:,} drafts of "
         f"{depth} × {topk}, {size:.1f} MB in {out}",
         markup=False,
         soft_wrap=True,

@@ -78,8 +78,8 @@ def sweep(
     """
     from rich.console import Console
 
-    from ddtree.analysis.figures import save
-    from ddtree.analysis.sweep import figures_of, policy_grid, write_sweep
+    from ddtree.analysis.figures import plot_sweep
+    from ddtree.analysis.sweep import policy_grid, write_sweep
     from ddtree.analysis.sweep import sweep as run_sweep
     from ddtree.analysis.trace import open_trace, shipped_trace
 
@@ -90,8 +90,7 @@ def sweep(
             table = run_sweep(opened, grid, executor, folder=out, max_new_tokens=max_new_tokens)
     except (ValueError, TypeError) as error:
         raise CannotRun(str(error)) from error
-    written = write_sweep(table, out)
-    written += [save(drawing, out / name) for name, drawing in figures_of(table).items()]
+    written = [*write_sweep(table, out), *plot_sweep(table, out)]
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
     console.print(_shown(table))
     for trace in opened:
@@ -118,18 +117,27 @@ def _shown(table: SweepTable) -> Table:
     from rich import box
     from rich.table import Table
 
-    records = table.records()
     several = len(set(table.trace)) > 1
-    shown = Table(box=box.SIMPLE_HEAD)
-    heads = ["trace"] * several + ["policy", "budget", "τ", f"{table.level:.0%} interval", "expected", "nodes"]
-    for head in (*heads, "tokens\na node", "rounds", "used rank\nK − 1"):
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    heads = ["trace"] * several + [
+        "policy",
+        "budget",
+        "τ",
+        f"{table.level:.0%} interval",
+        "expected",
+        "nodes",
+        "rounds",
+    ]
+    for head in (*heads, "used\nK − 1"):
         shown.add_column(head, justify="left" if head in ("trace", "policy") else "right")
-    for r in records:
-        interval = "-" if r["low"] is None else f"{r['low']:.2f} … {r['high']:.2f}"
-        numbers = ("-" if r[n] is None else f"{r[n]:.2f}" for n in ("tau", "expected"))
-        tau, expected = numbers
-        rest = [*("-" if r[n] is None else f"{r[n]:{form}}" for n, form in (("nodes", ".1f"), ("efficiency", ".3f")))]
+    for r in table.records():
+        tau, low, high, expected = (_number(r[name], ".2f") for name in ("tau", "low", "high", "expected"))
         share = f"{r['used_last_rank'] / r['n_rounds']:.1%}" if r["n_rounds"] else "-"
-        row = [r["policy"], str(r["budget"]), tau, interval, expected, *rest, f"{r['n_rounds']:,}", share]
-        shown.add_row(*([r["trace"]] if several else []), *row)
+        interval = f"{low} … {high}" if r["low"] is not None else "-"
+        row = [r["policy"], str(r["budget"]), tau, interval, expected, _number(r["nodes"], ".1f"), f"{r['n_rounds']:,}"]
+        shown.add_row(*([r["trace"]] if several else []), *row, share)
     return shown
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"

@@ -292,7 +292,7 @@ class BlockDrafter:
             for b, known in enumerate(contexts):  # each has a context of its own length
                 rows = slice(b * T, (b + 1) * T)
                 mixed[b] = known.attend(i, queries[rows], keys[rows], values[rows])
-            h = h + mixed.reshape(B * T, -1) @ layer.out.T
+            h = h + mixed.reshape(B * T, layer.out.shape[1]) @ layer.out.T
             h = h + swiglu(rms_norm(h, layer.mlp_norm, eps=c.rms_norm_eps), layer.gate_up, layer.down)
         return rms_norm(h, self._norm, eps=c.rms_norm_eps).reshape(B, T, c.hidden_size)
 

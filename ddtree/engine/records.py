@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree.svg import tree_svg
 from ddtree.trees import Acceptance, DraftTree
 
 __all__ = ["STAGES", "Emission", "Generation", "Round"]
@@ -38,6 +39,10 @@ class Round:
     tree: DraftTree
     target_token_ids: NDArray[np.int32]
     acceptance: Acceptance
+
+    def _repr_svg_(self) -> str:
+        """Show the trees and their accepted paths in a notebook."""
+        return tree_svg(self.tree, path=self.acceptance.node_indices)
 
 
 class Emission(NamedTuple):

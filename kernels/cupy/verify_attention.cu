@@ -27,17 +27,24 @@
 // Version 2. A block of 8 warps takes 64 rows of a request and a share of its context; one block runs on a
 // multiprocessor. How the contexts are shared out depends on the lengths, which are on the device: every block works
 // out the same schedule (see `share_of`). Keys stream through a ring of 4 tiles of 16 in shared memory. The warps form
-// two groups of 32 rows each that do not wait for each other, only for the ring, so that the exchanges of one hide
-// behind the products of the other.
+// two groups of 32 rows each, which are less than a step apart, so that the exchanges of one hide behind the products
+// of the other. Step n has, in this order:
 //
-//   scores   warp k of a group multiplies 16 of each 64 numbers, with its part of q in registers; the 4 partial sums
-//            are exchanged through shared memory: warp k gets the scores of rows 8 k ... 8 k + 7 of its group
-//   softmax  in the registers of that warp, relative to a maximum that may lag behind by a factor of 2^8; weights go
-//            to shared memory, rounded to T
-//   values   warp k adds up columns 128 k ... 128 k + 127 of all 32 rows of its group, in registers
+//   weights  of tile n - 1: warp k of a group, which has the scores of rows 8 k ... 8 k + 7 of its group in registers,
+//            works them out, relative to a maximum that may lag behind by a factor of 2^8, rounds them to T and puts
+//            them into shared memory
+//   scores   of tile n: warp k multiplies 16 of each 64 numbers, with its part of q in registers
+//   values   of tile n - 1: warp k adds up columns 128 k ... 128 k + 127 of all 32 rows of its group, in registers;
+//            meanwhile the 4 partial sums of each score are exchanged through shared memory, and tile n + 2 is copied
 //
-// While the values of a tile are multiplied, the scores of the next one are exchanged. A block that has the whole
-// context writes `out`; otherwise it writes normalised partial results, which merge_T weighs:
+// Weights are worked out and exchanged while the scores are multiplied: products are nearly always under way. Two
+// barriers a step, which are arrived at early and waited for late, stand for all that one warp must know of others.
+//
+// Where a key is not seen by a row but not finite, its weight of 0 would make NaN. Such keys show in the scores; the
+// values of a tile with one are multiplied in a way of their own, which only tiles behind the prefix have.
+//
+// A block that has the whole context writes `out`; otherwise it writes normalised partial results, which merge_T
+// weighs:
 //
 //   schedule  int32   (B, 2)            shares of a request's context, and the slot of its first share
 //   parts     float16 (slots, 64, 512)  divided by `scales`; slots of a request: by tile of 64 rows, then by share
@@ -156,8 +163,8 @@ __device__ __forceinline__ void attend(
         if (seen && key >= prefix) seen = own_words[(key - prefix) / 32] >> ((key - prefix) % 32) & 1;
         const Real score = seen ? weights[warp][lane] : Real(minus_infinity());
         const Real top = fmax(own_top, max_of_warp(score));
-        // Where every score so far overflowed to -inf there is no top yet, and nothing weighs anything.
-        const Real weight = seen && top > Real(minus_infinity()) ? exp(score - top) : Real(0);
+        // A score that overflowed to -inf weighs nothing, also where there is no top yet; a key that is not seen, -0.
+        const Real weight = !seen ? Real(-0.) : score == Real(minus_infinity()) ? Real(0) : exp(score - top);
         const Real factor = own_top > Real(minus_infinity()) ? exp(own_top - top) : Real(0);
         own_total = own_total * factor + sum_of_warp(weight);
         own_top = top;
@@ -167,12 +174,12 @@ __device__ __forceinline__ void attend(
         __syncthreads();
         Real added[ROWS][2] = {};
         for (int32 k = 0; k < tile; ++k) {
-            // A key that no row of these sees has weight 0 in all: it may be NaN, so it is not multiplied.
+            // A key that a row does not see may be infinite or NaN, so it is not multiplied by its weight of -0.
             const Real x0 = c0 < C ? load(keys[k] + c0) : Real(0), x1 = c1 < C ? load(keys[k] + c1) : Real(0);
             #pragma unroll
             for (int32 r = 0; r < ROWS; ++r) {
                 const Real w = weights[r][k];
-                if (w != 0) {
+                if (w != 0 || !signbit(w)) {
                     added[r][0] += w * x0;
                     added[r][1] += w * x1;
                 }
@@ -250,6 +257,8 @@ DDTREE_PLAIN(f64, double, double)
 
 // ---------------------------------------------------------------------------------------------------------- version 2
 
+extern __shared__ __align__(1024) unsigned char ddtree_shared_memory[];
+
 namespace tensor {
 
 constexpr int32 THREADS = 256, ROWS = 64, KEYS = 16, C = 512, D = 576, STAGES = 4;
@@ -257,26 +266,41 @@ constexpr uint32 ROW_BYTES = 2 * D, STAGE_BYTES = KEYS * ROW_BYTES;
 
 // Shared memory. A row of keys or queries is 9 segments of 128 bytes, and chunk c of 16 bytes of a segment stands at
 // place c ^ (row % 8), so that the 8 rows of a matrix that ldmatrix reads lie in different banks.
-constexpr uint32 INBOX = STAGES * STAGE_BYTES;  // of each warp: partial scores of 8 rows from 3 warps of 512 bytes
-constexpr uint32 INBOX_BYTES = 2048;            // a power of 2, so that another's inbox is an exclusive or away
-constexpr uint32 WEIGHTS = INBOX + 8 * INBOX_BYTES;  // of each 16 rows: 512 bytes, in the order that mma takes them
+constexpr uint32 INBOX = STAGES * STAGE_BYTES;  // of each warp: partial scores of 8 rows from 3 warps, 512 bytes each
+constexpr uint32 KEPT = 1536;                   // in an inbox: uint32 [32][2], addresses that a lane keeps there
+constexpr uint32 INBOX_BYTES = KEPT + 256;
+constexpr uint32 WEIGHTS = INBOX + 8 * INBOX_BYTES;  // of each 16 rows: 512 bytes, in the order of the fragments of mma
 constexpr uint32 FACTORS = WEIGHTS + 2048;      // of each group: float [8][4], at [g][k] the factor of row 8 k + g
 constexpr uint32 INVERSES = FACTORS + 256;      // float [64]: one over the sum of a row's weights
+constexpr uint32 GROWN = INVERSES + 4 * ROWS;   // bytes [8]: of each warp, whether the maximum of a row has grown
+constexpr uint32 APART = GROWN + 8;             // bytes [8]: of each warp, whether a key must be kept apart from a row
 constexpr uint32 QUERIES = STAGE_BYTES;         // before the first scores: q, where tiles 1 to 3 and the above lie
-constexpr uint32 BARRIERS = INVERSES + 4 * ROWS;
-constexpr uint32 FULL = BARRIERS, FREE = FULL + 8 * STAGES, SCORED = FREE + 8 * STAGES, WEIGHED = SCORED + 16;
-constexpr uint32 OWN = WEIGHED + 16, SHARED = OWN + 32;
-static_assert(QUERIES + ROWS * ROW_BYTES <= BARRIERS && INBOX % (4 * INBOX_BYTES) == 0);
+constexpr uint32 BARRIERS = QUERIES + ROWS * ROW_BYTES;
+constexpr uint32 SCORED = BARRIERS, WEIGHED = SCORED + 32;  // of each group 2, for even and odd tiles
+constexpr uint32 OWN = WEIGHED + 32, NODES = OWN + 48;      // NODES: int32 [64], the node of each row
+constexpr uint32 SHARED = NODES + 4 * ROWS;
+static_assert(APART + 8 <= BARRIERS);
 
 __device__ __forceinline__ void copy_async(uint32 to, const void* from, uint32 bytes)  // 16, of which the rest are 0
 {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_all_but_last_copies()
+// In this place: the compiler would move an ordinary load to where its result has to be kept for longer.
+__device__ __forceinline__ int32 load_page(const int32* from)
 {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    int32 page;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(page) : "l"(from) : "memory");
+    return page;
 }
+// The same under a condition, without the branch that the compiler would make of one.
+__device__ __forceinline__ void copy_async_if(bool condition, uint32 to, const void* from, uint32 bytes)
+{
+    asm volatile(
+        "{ .reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2; }" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(uint32(condition)) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_all_but_last_copies() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_init(uint32 barrier, uint32 arrivals)
@@ -335,6 +359,20 @@ __device__ __forceinline__ void load2(float& x, float& y, uint32 at)
 {
     asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x), "=f"(y) : "r"(at) : "memory");
 }
+__device__ __forceinline__ void load2(uint32 (&x)[2], uint32 at)
+{
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ uint32 load_word(uint32 at)
+{
+    uint32 x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_byte(uint32 at, uint32 x)
+{
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
 __device__ __forceinline__ float load1(uint32 at)
 {
     float x;
@@ -355,12 +393,33 @@ __device__ __forceinline__ void store1(uint32 at, uint32 x)
 }
 // Keep in a register what the compiler would otherwise work out anew in every tile.
 __device__ __forceinline__ void keep(uint32& x) { asm volatile("" : "+r"(x)); }
+// Have what follows from x worked out in this place, and not kept in registers. ptxas for sm_120 looks through an empty
+// statement, and is given a sum with 0 that it cannot know: all lanes of a warp are active.
+__device__ __forceinline__ uint32 anew_on_sm_120(uint32 x)
+{
+#if __CUDA_ARCH__ >= 1200
+    asm volatile("{ .reg .u32 mask; activemask.b32 mask; not.b32 mask, mask; add.u32 %0, %0, mask; }" : "+r"(x));
+#endif
+    return x;
+}
+__device__ __forceinline__ uint32 anew(uint32 x)
+{
+    asm volatile("" : "+r"(x));
+    return anew_on_sm_120(x);
+}
+// A pointer `bytes` further on. The compiler would keep the bytes in two registers.
+template <typename T> __device__ __forceinline__ const T* advanced(const T* from, uint32 bytes)
+{
+    const T* to;
+    asm("{ .reg .u64 wide; cvt.u64.u32 wide, %2; add.u64 %0, %1, wide; }" : "=l"(to) : "l"(from), "r"(bytes));
+    return to;
+}
 // threadIdx.x, read anew where the compiler would otherwise keep it, and what follows from it, in registers.
 __device__ __forceinline__ uint32 thread_again()
 {
     uint32 t;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
-    return t;
+    return anew_on_sm_120(t);
 }
 
 __device__ __forceinline__ float exp2_of(float x)
@@ -406,7 +465,29 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32 (&a)[4], ui
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// One as a number of the type, and its exponent's bits: all set where it is not finite.
+__device__ constexpr uint32 one(__half) { return 0x3C00; }
+__device__ constexpr uint32 one(__nv_bfloat16) { return 0x3F80; }
+__device__ constexpr uint32 exponent(__half) { return 0x7C00; }
+__device__ constexpr uint32 exponent(__nv_bfloat16) { return 0x7F80; }
+
+// Of a pair, put zeros for numbers that are not finite, and let `odd` have ones there, zeros elsewhere.
+template <typename T> __device__ __forceinline__ void split_not_finite(uint32& pair, uint32& odd, T type)
+{
+    constexpr uint32 bits = exponent(T());
+    const bool low = (pair & bits) == bits, high = (pair & bits << 16) == bits << 16;
+    odd = (low ? one(T()) : 0u) | (high ? one(T()) << 16 : 0u);
+    pair &= (low ? 0u : 0xFFFFu) | (high ? 0u : 0xFFFF0000u);
+}
+
+// Ones for the weights of keys that are seen, zeros for the others, whose weight is -0.
+template <typename T> __device__ __forceinline__ uint32 ones_where_seen(uint32 pair, T type)
+{
+    return ((pair & 0xFFFF) == 0x8000 ? 0u : one(T())) | (pair >> 16 == 0x8000 ? 0u : one(T()) << 16);
+}
+
 constexpr float GREATEST = 3.402823466e38f;
+constexpr uint32 NOT_SEEN = 0xFFFFFFFEu;  // the score of a key that is not seen: a NaN that no operation gives
 constexpr float LAZY = 8.f;  // powers of 2 that a weight may grow beyond 1 before the sums are rescaled
 constexpr int32 LEAST_TILES = 4;  // of keys that are a share of a context
 
@@ -414,9 +495,29 @@ constexpr int32 LEAST_TILES = 4;  // of keys that are a share of a context
 // of `shares` shares.
 struct Share {
     int32 request, row_tile, shares, first_tile, end_tile, prefix, count;
+    int32 prefix_steps;  // after the first tile, for tiles that lie wholly in the prefix
+    int32 fast_steps;    // those that a round of 4 may start at: all tiles that it copies or looks up lie there too
+    int32 end_key;       // of the keys to copy
+    int32 first_key, table;  // the first key, and the request's first entry of the page table
+};
 
-    __device__ __forceinline__ int32 first_row() const volatile { return row_tile * ROWS; }
-    __device__ __forceinline__ int32 used_rows(int32 H) const volatile { return min(count * H - first_row(), ROWS); }
+// That of this block, in shared memory, read anew where it is needed: registers are scarce.
+struct Own {
+    uint32 at;
+
+    __device__ __forceinline__ int32 field(int32 i) const { return int32(load_word(at + 4 * i)); }
+    __device__ __forceinline__ int32 request() const { return field(0); }
+    __device__ __forceinline__ int32 first_row() const { return field(1) * ROWS; }
+    __device__ __forceinline__ int32 shares() const { return field(2); }
+    __device__ __forceinline__ int32 first_tile() const { return field(3); }
+    __device__ __forceinline__ int32 end_tile() const { return field(4); }
+    __device__ __forceinline__ int32 prefix() const { return field(5); }
+    __device__ __forceinline__ int32 count() const { return field(6); }
+    __device__ __forceinline__ int32 prefix_steps() const { return field(7); }
+    __device__ __forceinline__ int32 fast_steps() const { return field(8); }
+    __device__ __forceinline__ int32 end_key() const { return field(9); }
+    __device__ __forceinline__ void first_key_and_table(uint32 (&both)[2]) const { load2(both, at + 40); }
+    __device__ __forceinline__ int32 used_rows(int32 H) const { return min(count() * H - first_row(), ROWS); }
 };
 
 // What a request has to be done, in tiles of rows and of keys.
@@ -518,6 +619,9 @@ __device__ __forceinline__ Share share_of(
     if (found.shares > 0) {
         found.prefix = prefix_lens[found.request];
         found.count = node_counts[found.request];
+        found.prefix_steps = min(found.prefix / KEYS, found.end_tile) - found.first_tile - 1;
+        found.fast_steps = min(found.prefix / KEYS - 3, found.end_tile) - found.first_tile - 4;
+        found.end_key = min(found.prefix + found.count, found.end_tile * KEYS);
     }
     return found;
 }
@@ -529,12 +633,12 @@ template <bool value> struct Bool {
 // Write what a block has added up: through shared memory, 8 KB a warp, so that whole lines are written.
 template <typename T>
 __device__ __forceinline__ void store_result(
-    const float (&sums)[2][16][4], float top, float total, const volatile Share& own, uint32 base, __half* parts,
+    const float (&sums)[2][16][4], float top, float total, Own own, uint32 base, __half* parts,
     float2* stats, float* scales, T* out, int32 N, int32 H)
 {
     const int32 t = thread_again(), lane = t % 32, g = lane / 4, quad = t % 4;
     const int32 warp = t / 32, group = warp / 4, member = warp % 4;
-    const bool shared_out = own.shares > 1;
+    const bool shared_out = own.shares() > 1;
     const int64 slot = blockIdx.x;
     const int32 used_rows = own.used_rows(H);
     total += __shfl_xor_sync(ALL_LANES, total, 1);
@@ -548,14 +652,14 @@ __device__ __forceinline__ void store_result(
     __syncthreads();
     const uint32 staged = base + warp * 8192;
     #pragma unroll
-    for (int32 octet = 0; octet < 4; ++octet) {
-        const int32 row = octet * 8 + g;
+    for (int32 place = 0; place < 4; ++place) {
+        const int32 row = (place ^ g / 2 % 2) * 8 + g;
         float inverse = load1(base + INVERSES + 4 * (group * 32 + row));
         float size = 0.f;
         #pragma unroll
         for (int32 j = 0; j < 16; ++j)
             #pragma unroll
-            for (int32 e = 0; e < 2; ++e) size = fmaxf(size, fabsf(sums[octet / 2][j][octet % 2 * 2 + e]));
+            for (int32 e = 0; e < 2; ++e) size = fmaxf(size, fabsf(sums[place / 2][j][place % 2 * 2 + e]));
         if (shared_out) {
             size = fmaxf(size, __shfl_xor_sync(ALL_LANES, size, 1));
             size = fmaxf(size, __shfl_xor_sync(ALL_LANES, size, 2));
@@ -566,8 +670,8 @@ __device__ __forceinline__ void store_result(
         }
         #pragma unroll
         for (int32 j = 0; j < 16; ++j) {
-            const float x = sums[octet / 2][j][octet % 2 * 2] * inverse;
-            const float y = sums[octet / 2][j][octet % 2 * 2 + 1] * inverse;
+            const float x = sums[place / 2][j][place % 2 * 2] * inverse;
+            const float y = sums[place / 2][j][place % 2 * 2 + 1] * inverse;
             // Column block j is of 8 columns: block j % 2 of the 16 that are number j / 4 of segment j / 2 % 2.
             const int32 chunk = j / 2 % 2 * 8 + j / 4 * 2 + j % 2;
             store1(staged + row * 256 + ((chunk ^ g) << 4) + quad * 4,
@@ -577,7 +681,7 @@ __device__ __forceinline__ void store_result(
     // What a lane has staged, to the other lanes of the warp.
     __syncwarp();
     char* to = shared_out ? reinterpret_cast<char*>(parts + slot * ROWS * C)
-                          : reinterpret_cast<char*>(out + (int64(own.request) * N * H + own.first_row()) * C);
+                          : reinterpret_cast<char*>(out + (int64(own.request()) * N * H + own.first_row()) * C);
     #pragma unroll
     for (int32 i = 0; i < 16; ++i) {
         const int32 row = i * 2 + lane / 16, chunk = lane % 16, row_of_block = group * 32 + row;
@@ -596,52 +700,48 @@ __device__ __forceinline__ void attend(
     const T* __restrict__ q, const T* __restrict__ cache, const int32* __restrict__ page_table,
     const int32* __restrict__ prefix_lens, const uint32* __restrict__ words, const int32* __restrict__ node_counts,
     int2* __restrict__ schedule, __half* __restrict__ parts, float2* __restrict__ stats, float* __restrict__ scales,
-    T* __restrict__ out, float scale, int32 B, int32 N, int32 H, int32 S, int32 step_pages, int32 step_rows,
+    T* __restrict__ out, float scale, int32 B, int32 N, int32 H, uint32 S, uint32 page_factor, uint32 page_shift,
     int32 max_pages, int32 processors)
 {
-    extern __shared__ __align__(1024) unsigned char shared[];
-    const uint32 base = uint32(__cvta_generic_to_shared(shared));
+    uint32 base;
+    asm("mov.u32 %0, ddtree_shared_memory;" : "=r"(base));
     const int32 t = threadIdx.x, lane = t % 32;
     const int32 warp = __shfl_sync(ALL_LANES, t / 32, 0);  // the compiler then knows that it is the same in all lanes
-    const int32 group = warp / 4, member = warp % 4, g = lane / 4, quad = lane % 4;
-    const bool first_lane = lane == 0;
-    const uint32 scored = base + SCORED + 8 * group, weighed = base + WEIGHED + 8 * group;
+    const int32 group = warp / 4, member = warp % 4;
+    const uint32 scored = base + SCORED + 16 * group, weighed = base + WEIGHED + 16 * group;
+    const uint32 weighed_by_others = base + WEIGHED + 16 - 16 * group;
 
-    // Read anew where it is needed: registers are scarce.
-    volatile Share& own = *reinterpret_cast<Share*>(shared + OWN);
+    const Own own{base + OWN};
     if (warp == 0) {
-        const Share found = share_of(prefix_lens, node_counts, schedule, B, H, processors);
+        Share found = share_of(prefix_lens, node_counts, schedule, B, H, processors);
+        found.table = found.request * max_pages, found.first_key = found.first_tile * KEYS;
         if (lane == 0) {
-            for (int32 stage = 0; stage < STAGES; ++stage) {
-                barrier_init(base + FULL + 8 * stage, THREADS);
-                barrier_init(base + FREE + 8 * stage, 8 * ARRIVALS);
+            for (int32 i = 0; i < 4; ++i) {
+                barrier_init(base + SCORED + 8 * i, 4 * ARRIVALS + THREADS);
+                barrier_init(base + WEIGHED + 8 * i, 8 * ARRIVALS);
             }
-            for (int32 i = 0; i < 2; ++i) {
-                barrier_init(base + SCORED + 8 * i, 4 * ARRIVALS);
-                barrier_init(base + WEIGHED + 8 * i, 4 * ARRIVALS);
-            }
-            own.request = found.request, own.row_tile = found.row_tile, own.shares = found.shares;
-            own.first_tile = found.first_tile, own.end_tile = found.end_tile;
-            own.prefix = found.prefix, own.count = found.count;
+            *reinterpret_cast<Share*>(ddtree_shared_memory + OWN) = found;
         }
     }
     // The block's share and the barriers, from one thread to all.
     __syncthreads();
-    if (own.shares == 0) return;
+    if (own.shares() == 0) return;
 
-    // Copies: 16 threads a row of 72 chunks. Rows behind the end become zeros, and nothing is read for them.
+    // Copies: 16 threads a row of 9 segments. Rows behind the end become zeros, and nothing is read for them.
     const int32 copied_row = 2 * warp + lane / 16;
-    uint32 copy_to = base + copied_row * ROW_BYTES + lane / 8 % 2 * 128 + ((lane % 8 ^ copied_row % 8) << 4);
-    auto copy_row = [&](uint32 to, const void* from, bool used) {
+    const uint32 copy_to = base + copied_row * ROW_BYTES + lane / 8 % 2 * 128 + ((lane % 8 ^ copied_row % 8) << 4);
+    const bool copies_last = lane % 16 < 8;  // of an odd number of segments
+    auto copy_row = [&](uint32 to, const T* from, bool used) {
         const uint32 bytes = used ? 16 : 0;
         #pragma unroll
-        for (int32 i = 0; i < 4; ++i) copy_async(to + i * 256, static_cast<const char*>(from) + i * 256, bytes);
-        if (lane % 16 < 8) copy_async(to + 1024, static_cast<const char*>(from) + 1024, bytes);
+        for (int32 i = 0; i < 4; ++i) copy_async(to + i * 256, from + i * 128, bytes);
+        copy_async_if(copies_last, to + 1024, from + 512, bytes);
     };
 
     {
         const int32 used_rows = own.used_rows(H);
-        const T* first = q + (int64(own.request) * N * H + own.first_row()) * D + lane % 16 * 8;
+        if (t < ROWS) store1(base + NODES + 4 * t, uint32((own.first_row() + min(t, used_rows - 1)) / H));
+        const T* first = q + (int64(own.request()) * N * H + own.first_row()) * D + lane % 16 * 8;
         #pragma unroll
         for (int32 i = 0; i < ROWS / 16; ++i) {
             const int32 row = i * 16 + copied_row;
@@ -650,39 +750,35 @@ __device__ __forceinline__ void attend(
         commit_copies();
     }
 
-    // Where this thread's row of the next tile to be copied is. A row that is not used keeps a page that was.
-    int32 rows_left, entry, page_row, page = 0;  // up to the end, if above 0; in page_table; in the page; and the page
-    {
-        const int32 key = own.first_tile * KEYS + copied_row;
-        rows_left = min(own.prefix + own.count, own.end_tile * KEYS) - key;
-        entry = own.request * max_pages + uint32(key) / uint32(S);
-        page_row = uint32(key) % uint32(S);
-        if (rows_left > 0) page = __ldg(page_table + entry);
-    }
-    auto place = [&] {
-        return cache + (uint64(uint32(page)) * uint32(S) + uint32(page_row)) * D + thread_again() % 16 * 8;
+    // Where this thread's row of a tile is. Where tiles are bounded, a row behind the end has a page below 0.
+    struct Place {
+        int32 page, row;
     };
-    auto advance = [&] {
-        rows_left -= KEYS, entry += step_pages, page_row += step_rows;
-        if (page_row >= S) page_row -= S, ++entry;
-        if (rows_left > 0) page = __ldg(page_table + entry);
+    auto find_row = [&](auto bounded, int32 tile) {
+        uint32 first[2];
+        own.first_key_and_table(first);
+        const uint32 key = first[0] + (tile * KEYS) + thread_again() / 16;
+        const uint32 entry = __umulhi(2 * key, page_factor) >> page_shift;  // key / S
+        const bool used = !bounded.is || int32(key) < own.end_key();
+        return Place{used ? load_page(page_table + (first[1] + entry)) : -1, int32(key - entry * S)};
     };
-    auto copy_tile = [&](uint32 stage) {
-        copy_row(copy_to + stage * STAGE_BYTES, place(), rows_left > 0);
-        barrier_arrive_after_copies(base + FULL + 8 * stage);
-        advance();
+    auto copy_key = [&](auto bounded, uint32 to, Place place) {
+        const uint64 row = uint64(uint32(bounded.is ? max(place.page, 0) : place.page)) * S + uint32(place.row);
+        copy_row(to, advanced(cache + row * D, thread_again() % 16 * 16), !bounded.is || place.page >= 0);
+    };
+    auto copy_tile = [&](auto bounded, uint32 to, uint32 stage, Place place) {
+        copy_key(bounded, to + stage * STAGE_BYTES, place);
+        barrier_arrive_after_copies(base + SCORED + (stage + 1) % 2 * 8);
+        barrier_arrive_after_copies(base + SCORED + (stage + 1) % 2 * 8 + 16);
     };
 
-    copy_tile(0);
+    const Place place0 = find_row(Bool<true>(), 0), place1 = find_row(Bool<true>(), 1);
+    const Place place2 = find_row(Bool<true>(), 2);
+    Place next_place = find_row(Bool<true>(), 3);
+    copy_key(Bool<true>(), copy_to, place0);
     commit_copies();
-    const T *place1 = place(), *place2;
-    const bool used1 = rows_left > 0;
-    advance();
-    place2 = place();
-    const bool used2 = rows_left > 0;
-    advance();
     wait_for_all_but_last_copies();
-    // The queries, copied by all threads, to all.
+    // The queries and the nodes of the rows, from the threads that have put them there to all.
     __syncthreads();
 
     // Octets of 8 rows stand at places p ^ member, so that the octet which a warp keeps is at place 0 in every warp.
@@ -697,116 +793,157 @@ __device__ __forceinline__ void attend(
             load_matrices(queries[k][1], other + k * 128);
         }
     }
-    // All warps have their queries, and keys may take their place.
+    wait_for_all_copies();
+    // All warps have their queries, and keys may take their place; and the first tile, copied by all, is there for all.
     __syncthreads();
-    copy_row(copy_to + STAGE_BYTES, place1, used1);
-    barrier_arrive_after_copies(base + FULL + 8);
-    copy_row(copy_to + 2 * STAGE_BYTES, place2, used2);
-    barrier_arrive_after_copies(base + FULL + 16);
+    copy_tile(Bool<true>(), copy_to, 1, place1);
+    copy_tile(Bool<true>(), copy_to, 2, place2);
 
-    float sums[2][16][4] = {};  // of 16 rows and 8 columns each: number 2 j + n is block n of those of load_values(j)
+    // Of 16 rows and 8 columns each: number 2 j + n is block n of those of load_values(j). In every second 8 lanes the
+    // two octets of the 16 rows are exchanged, so that lanes 8 apart put weights into different banks.
+    float sums[2][16][4] = {};
     // Of row 8 * member + lane / 4 of the group. A maximum that begins finite makes no NaN of scores that are -inf.
     float top = -GREATEST, total = 0.f;
 
     const int32 matrix_key = lane % 8 + lane / 16 * 8;
     uint32 keys_at = base + matrix_key * ROW_BYTES + ((2 * member + lane / 8 % 2 ^ matrix_key % 8) << 4);
     uint32 values_at = base + lane % 16 * ROW_BYTES + member * 256 + ((lane / 16 ^ lane % 8) << 4);
-    uint32 inbox = INBOX + warp * INBOX_BYTES + lane * 8;  // from base
-    uint32 weights_from = base + WEIGHTS + group * 1024 + lane * 16;
-    keep(copy_to), keep(keys_at), keep(values_at), keep(inbox), keep(weights_from);
+    uint32 lane8 = lane * 8;
+    keep(lane8), keep(keys_at), keep(values_at);
+    const uint32 own_inbox = base + INBOX + warp * INBOX_BYTES;
+    // Where this thread puts weights and keys, read anew where it is needed.
+    store1(lane8 + own_inbox + KEPT, base + WEIGHTS + t / 64 * 512 + lane * 16 + (member ^ lane / 8) % 2 * 4);
+    store1(lane8 + own_inbox + KEPT + 4, copy_to);
+    auto weights_to = [&] { return load_word(lane8 + own_inbox + KEPT); };
+    auto keys_to = [&] { return load_word(lane8 + own_inbox + KEPT + 4); };
+    const bool first_lane = lane == 0;
 
     float scores[2][2][4];
-    auto multiply_queries = [&](uint32 stage) {
+    uint32 keys[2][4];
+    auto load_keys = [&](uint32 stage, int32 k) {
+        load_matrices(keys[k % 2], keys_at + stage * STAGE_BYTES + k * 128);
+    };
+    // The first keys are loaded; `between` is called after each 16 of the numbers that this warp multiplies.
+    auto multiply_queries = [&](uint32 stage, auto between) {
         #pragma unroll
         for (int32 i = 0; i < 2; ++i)
             #pragma unroll
             for (int32 n = 0; n < 2; ++n)
                 #pragma unroll
                 for (int32 e = 0; e < 4; ++e) scores[i][n][e] = 0.f;
-        const uint32 at = keys_at + stage * STAGE_BYTES;
-        uint32 x[3][4];
-        load_matrices(x[0], at);
-        load_matrices(x[1], at + 128);
         #pragma unroll
         for (int32 k = 0; k < 9; ++k) {
-            if (k < 7) load_matrices(x[(k + 2) % 3], at + (k + 2) * 128);
+            if (k < 8) load_keys(stage, k + 1);
             #pragma unroll
             for (int32 i = 0; i < 2; ++i)
                 #pragma unroll
                 for (int32 n = 0; n < 2; ++n)
-                    multiply(scores[i][n], queries[k][i], x[k % 3][2 * n], x[k % 3][2 * n + 1], T());
+                    multiply(scores[i][n], queries[k][i], keys[k % 2][2 * n], keys[k % 2][2 * n + 1], T());
+            between(k);
         }
     };
-    auto send_partial_scores = [&] {
+    float score[4], other[4];  // of keys 2 quad, 2 quad + 1, and 8 more, of this thread's row
+    auto send_partial_scores = [&](uint32 turn) {
         #pragma unroll
         for (int32 p = 1; p < 4; ++p) {
-            const uint32 to = base + (inbox ^ p * INBOX_BYTES) + (p - 1) * 512;  // of member ^ p
+            const uint32 to = anew(lane8) + (base + INBOX + (warp ^ p) * INBOX_BYTES) + (p - 1) * 512;
             #pragma unroll
             for (int32 n = 0; n < 2; ++n)
                 store2(to + n * 256, scores[p / 2][n][p % 2 * 2], scores[p / 2][n][p % 2 * 2 + 1]);
         }
+        #pragma unroll
+        for (int32 e = 0; e < 4; ++e) score[e] = scores[0][e / 2][e % 2];
+        barrier_arrive(scored + 8 * turn, first_lane);
     };
-    float other[2][4], score[4];  // of keys 2 quad, 2 quad + 1, and 8 more, of this thread's row
     auto receive_partial_score = [&](int32 p) {
         #pragma unroll
-        for (int32 n = 0; n < 2; ++n)
-            load2(other[p % 2][2 * n], other[p % 2][2 * n + 1], base + inbox + p * 512 + n * 256);
+        for (int32 n = 0; n < 2; ++n) load2(other[2 * n], other[2 * n + 1], lane8 + own_inbox + p * 512 + n * 256);
     };
-    auto add_partial_score = [&](int32 p) {
+    auto add_partial_score = [&] {
         #pragma unroll
-        for (int32 e = 0; e < 4; ++e) score[e] = (p == 0 ? scores[0][e / 2][e % 2] : score[e]) + other[p % 2][e];
+        for (int32 e = 0; e < 4; ++e) score[e] += other[e];
     };
+    // A key that is not seen, but whose score is not finite, is perhaps itself not: then it must be kept apart.
     auto finish_score = [&](auto masked, uint32 seen) {
         if (masked.is) seen >>= 2 * (thread_again() % 4);
+        bool apart = false;
         #pragma unroll
         for (int32 e = 0; e < 4; ++e) {
             score[e] *= scale;
-            if (masked.is && !(seen & 1u << (e / 2 * 8 + e % 2))) score[e] = minus_infinity();
+            if (masked.is && !(seen & 1u << (e / 2 * 8 + e % 2))) {
+                apart = apart || !(fabsf(score[e]) <= GREATEST);
+                score[e] = __uint_as_float(NOT_SEEN);
+            }
+        }
+        if (masked.is) {
+            apart = __any_sync(ALL_LANES, apart);
+            if (first_lane) store_byte(base + APART + thread_again() / 32, apart);
         }
     };
-    float tile_top;
-    auto max_of_pairs = [&] {
-        tile_top = fmaxf(fmaxf(score[0], score[1]), fmaxf(score[2], score[3]));
-        tile_top = fmaxf(tile_top, __shfl_xor_sync(ALL_LANES, tile_top, 1));
+    // Where the greatest score of a row is by more than LAZY above the row's maximum, take it as the maximum.
+    bool any_grows;
+    auto raise_tops = [&] {
+        float tile_top = fmaxf(fmaxf(score[0], score[1]), fmaxf(score[2], score[3]));
+        any_grows = __any_sync(ALL_LANES, tile_top > top + LAZY);
+        if (__builtin_expect(any_grows, 0)) {
+            tile_top = fmaxf(tile_top, __shfl_xor_sync(ALL_LANES, tile_top, 1));
+            tile_top = fmaxf(tile_top, __shfl_xor_sync(ALL_LANES, tile_top, 2));
+            const float new_top = tile_top > top + LAZY ? tile_top : top, factor = exp2_of(top - new_top);
+            top = new_top;
+            total *= factor;
+            const uint32 t = thread_again();
+            if (t % 4 == 0) store1(base + FACTORS + t / 128 * 128 + t % 32 * 4 + t / 32 % 4 * 4, factor);
+        }
     };
-    auto max_of_row = [&] { tile_top = fmaxf(tile_top, __shfl_xor_sync(ALL_LANES, tile_top, 2)); };
-    auto send_weights = [&] {
-        const float new_top = tile_top > top + LAZY ? tile_top : top, factor = exp2_of(top - new_top);
-        top = new_top;
-        const uint32 low = pack(exp2_of(score[0] - top), exp2_of(score[1] - top), T());
-        const uint32 high = pack(exp2_of(score[2] - top), exp2_of(score[3] - top), T());
-        const uint32 t = thread_again(), member = t / 32 % 4;
-        const uint32 to = weights_from + member / 2 * 512 + member % 2 * 4;
+    uint32 low, high;  // weights
+    auto weigh = [&](auto masked) {
+        float weight[4];
+        #pragma unroll
+        for (int32 e = 0; e < 4; ++e) {
+            weight[e] = exp2_of(score[e] - top);
+            if (masked.is && __float_as_uint(score[e]) == NOT_SEEN) weight[e] = -0.f;
+        }
+        low = pack(weight[0], weight[1], T());
+        high = pack(weight[2], weight[3], T());
+    };
+    auto send_weights = [&](uint32 turn) {
+        if (first_lane) store_byte(base + GROWN + thread_again() / 32, any_grows);
+        const uint32 to = weights_to();
         store1(to, low);
         store1(to + 8, high);
-        if (t % 4 == 0) store1(base + FACTORS + t / 128 * 128 + t % 32 * 4 + member * 4, factor);
-        const float2 x = unpack(low, T()), y = unpack(high, T());
-        total = total * factor + ((x.x + x.y) + (y.x + y.y));
-        barrier_arrive(weighed, first_lane);
+        barrier_arrive(weighed + 8 * turn, first_lane);
     };
+    auto add_to_total = [&] {
+        const float2 x = unpack(low, T()), y = unpack(high, T());
+        total += (x.x + x.y) + (y.x + y.y);
+    };
+    auto load_grown = [&] { return load_word(base + GROWN + group * 4); };
+    auto load_apart = [&] { return load_word(base + APART + group * 4) != 0; };
     // Rescale the sums of those octets of rows whose maximum has grown.
-    auto rescale = [&](const float (&factors)[4]) {
-        const float least = fminf(fminf(factors[0], factors[1]), fminf(factors[2], factors[3]));
-        if (!__any_sync(ALL_LANES, least != 1.f)) return;
+    auto rescale = [&](uint32 grown) {
+        float factors[4];
+        const uint32 g = thread_again() % 32 / 4;
+        load4(factors, base + FACTORS + thread_again() / 128 * 128 + g * 16);
         #pragma unroll
-        for (int32 octet = 0; octet < 4; ++octet)
-            if (__any_sync(ALL_LANES, factors[octet] != 1.f)) {
-                #pragma unroll
-                for (int32 j = 0; j < 16; ++j) {
-                    sums[octet / 2][j][octet % 2 * 2] *= factors[octet];
-                    sums[octet / 2][j][octet % 2 * 2 + 1] *= factors[octet];
-                }
+        for (int32 place = 0; place < 4; ++place) {
+            const uint32 octet = place ^ g / 2 % 2;
+            const float own_factor = g / 2 % 2 ? factors[place ^ 1] : factors[place];
+            const float factor = grown >> 8 * octet & 1 ? own_factor : 1.f;
+            #pragma unroll
+            for (int32 j = 0; j < 16; ++j) {
+                sums[place / 2][j][place % 2 * 2] *= factor;
+                sums[place / 2][j][place % 2 * 2 + 1] *= factor;
             }
+        }
     };
     uint32 weights[2][4], values[2][4];
-    auto load_weights = [&](float (&factors)[4]) {
-        load4(factors, base + FACTORS + thread_again() / 128 * 128 + thread_again() % 32 / 4 * 16);
+    auto load_weights = [&] {
         #pragma unroll
-        for (int32 i = 0; i < 2; ++i) load4(weights[i], weights_from + i * 512);
+        for (int32 i = 0; i < 2; ++i) load4(weights[i], base + WEIGHTS + group * 1024 + 2 * anew(lane8) + i * 512);
     };
     // Columns 16 (j / 2) ... of segment j % 2 of this warp's two.
-    auto load_values = [&](uint32 stage_at, int32 j) {
-        load_transposed(values[j % 2], (stage_at ^ (j / 2 << 5)) + j % 2 * 128);
+    auto load_values = [&](uint32 stage, int32 j) {
+        load_transposed(values[j % 2], ((values_at + stage * STAGE_BYTES) ^ (j / 2 << 5)) + j % 2 * 128);
     };
     auto multiply_values = [&](int32 j) {
         #pragma unroll
@@ -815,88 +952,128 @@ __device__ __forceinline__ void attend(
             for (int32 n = 0; n < 2; ++n)
                 multiply(sums[i][2 * j + n], weights[i], values[j % 2][2 * n], values[j % 2][2 * n + 1], T());
     };
-
-    // Which keys of a tile this thread's row sees.
-    auto seen_in = [&](int32 tile) {
-        const int32 row = own.first_row() + thread_again() / 4;
-        const int32 count = own.count, node = min(row, count * H - 1) / H;
-        return seen_from(words + (int64(own.request) * N + node) * ((N + 31) / 32), tile * KEYS - own.prefix, count);
+    // The same where a key must be kept apart: what is not finite counts as 0, and makes NaN of the sums of rows that
+    // see it. (Where a row sees such a key its weight is NaN, or, of a score of -inf, 0, and 0 times infinity is NaN.)
+    auto multiply_values_apart = [&](int32 j) {
+        #pragma unroll
+        for (int32 n = 0; n < 2; ++n) {
+            uint32 odd[2];
+            #pragma unroll
+            for (int32 e = 0; e < 2; ++e) split_not_finite(values[j % 2][2 * n + e], odd[e], T());
+            #pragma unroll
+            for (int32 i = 0; i < 2; ++i) {
+                float (&to)[4] = sums[i][2 * j + n];
+                multiply(to, weights[i], values[j % 2][2 * n], values[j % 2][2 * n + 1], T());
+                uint32 sees[4];
+                #pragma unroll
+                for (int32 e = 0; e < 4; ++e) sees[e] = ones_where_seen(weights[i][e], T());
+                float counts[4] = {};
+                multiply(counts, sees, odd[0], odd[1], T());
+                #pragma unroll
+                for (int32 e = 0; e < 4; ++e)
+                    if (counts[e] != 0) to[e] = __uint_as_float(0x7FFFFFFFu);
+            }
+        }
     };
 
-    barrier_wait(base + FULL, 0);
-    multiply_queries(0);
-    send_partial_scores();
-    barrier_arrive(scored, first_lane);
+    // Which keys of a tile this thread's row sees.
+    auto seen_in = [&](int32 tile) -> uint32 {
+        const int32 node = int32(load_word(base + NODES + thread_again() / 4 * 4));
+        const uint32* seen_words = words + (int64(own.request()) * N + node) * ((anew_on_sm_120(N) + 31) / 32);
+        return seen_from(seen_words, tile * KEYS - own.prefix(), own.count());
+    };
+    // Add up the values of a tile; its weights and first values are loaded.
+    auto add_values = [&](auto masked, bool apart, uint32 stage, auto between) {
+        #pragma unroll
+        for (int32 j = 0; j < 8; ++j) {
+            if (j < 7) load_values(stage, j + 1);
+            if (masked.is && apart) multiply_values_apart(j);
+            else multiply_values(j);
+            between(j);
+        }
+    };
+
+    load_keys(0, 0);
+    multiply_queries(0, [](int32) {});
+    send_partial_scores(0);
+    barrier_arrive(weighed_by_others, first_lane);
     barrier_wait(scored, 0);
     #pragma unroll
     for (int32 p = 0; p < 3; ++p) {
         receive_partial_score(p);
-        add_partial_score(p);
+        add_partial_score();
     }
-    finish_score(Bool<true>(), seen_in(own.first_tile));
-    max_of_pairs();
-    max_of_row();
-    send_weights();
+    finish_score(Bool<true>(), seen_in(own.first_tile()));
+    load_keys(1, 0);
 
-    uint32 n = 1;  // tiles whose scores were worked out
-    bool here = barrier_passed(base + FULL + 8, 0);
-    auto step = [&](auto masked, int32 tile) {
-        const uint32 stage = n % STAGES, values_stage = (n - 1) % STAGES, parity = n / STAGES & 1, turn = (n - 1) & 1;
-        uint32 seen = 0;
-        if (masked.is) seen = seen_in(tile);
-        if (!here) barrier_wait(base + FULL + 8 * stage, parity);
-        multiply_queries(stage);
-        // The weights of the tile before are there, and its partial scores have been read.
-        barrier_wait(weighed, turn);
-        send_partial_scores();
-        float factors[4];
-        load_weights(factors);
-        barrier_arrive(scored, first_lane);
-        const uint32 values_from = values_at + values_stage * STAGE_BYTES;
-        load_values(values_from, 0);
-        rescale(factors);
-        #pragma unroll
-        for (int32 j = 0; j < 8; ++j) {
-            if (j < 7) load_values(values_from, j + 1);
-            multiply_values(j);
-            if (j == 1) {
-                // Both groups are through with the tile that lay where the one after next is to be.
-                barrier_wait(base + FREE + 8 * ((n + 2) % STAGES), (n + 2) / STAGES & 1 ^ 1);
-                copy_tile((n + 2) % STAGES);
+    // Weigh tile n - 1, work out the scores of tile n, add up the values of tile n - 1 and copy tile n + 2. Each wait,
+    // load and exchange stands where other products are under way, so early that its result is there when needed.
+    auto step = [&](auto masked, auto bounded, uint32 stage, int32 n) {
+        const uint32 before = (stage + 3) % STAGES;
+        uint32 seen = 0, grown = 0;
+        multiply_queries(stage, [&](int32 k) {
+            if (k == 0) raise_tops();
+            if (k == 1) weigh(masked);
+            if (k == 2) send_weights(before % 2);
+            if (k == 3) add_to_total();
+            if (k == 5) {
+                // The weights of tile n - 1 are there, and its partial scores have been read; and the other group is
+                // through with tile n - 2.
+                barrier_wait(weighed + 8 * (before % 2), before / 2);
+                grown = load_grown();
             }
-            // The partial scores of all warps of the group are there, and all have read the weights.
-            if (j == 3) barrier_wait(scored, turn ^ 1);
-            if (j >= 3 && j < 6) receive_partial_score(j - 3);
-            if (j >= 4 && j < 7) add_partial_score(j - 4);
-            if (j == 6) {
+            if (k == 6) {
+                if (__builtin_expect(grown != 0, 0)) rescale(grown);
+                load_weights();
+            }
+            if (k == 8) load_values(before, 0);
+        });
+        const bool apart = masked.is && load_apart();
+        if (masked.is) {
+            send_partial_scores(stage % 2);
+            seen = seen_in(own.first_tile() + n);
+        }
+        add_values(masked, apart, before, [&](int32 j) {
+            if (!masked.is && j == 0) send_partial_scores(stage % 2);
+            if (j == 2) copy_tile(bounded, keys_to(), (stage + 2) % STAGES, next_place);
+            // The partial scores of all warps of the group are there, and all have read the weights; and tile n + 1 is.
+            if (j == 4) barrier_wait(scored + 8 * (stage % 2), stage / 2);
+            if (j >= 5) add_partial_score();
+            if (j >= 4 && j < 7) receive_partial_score(j - 4);
+            if (j == 7) {
+                next_place = find_row(bounded, n + 3);
                 finish_score(masked, seen);
-                max_of_pairs();
+                load_keys((stage + 1) % STAGES, 0);
             }
-        }
-        max_of_row();
-        barrier_arrive(base + FREE + 8 * values_stage, first_lane);
-        ++n;
-        here = barrier_passed(base + FULL + 8 * (n % STAGES), n / STAGES & 1);
-        send_weights();
+        });
+        // This group is through with tile n - 1.
+        barrier_arrive(weighed_by_others + 8 * (stage % 2), first_lane);
     };
-    // Tiles that lie wholly in the prefix are seen by all.
+    // Tiles that lie wholly in the prefix are seen by all; four at once have constant stages.
+    int32 n = 1;
     #pragma unroll 1
-    for (int32 left = min(own.prefix / KEYS, own.end_tile) - own.first_tile - 1; left > 0; --left)
-        step(Bool<false>(), 0);
-    #pragma unroll 1
-    for (int32 tile = own.first_tile + n; tile < own.end_tile; ++tile) step(Bool<true>(), tile);
-    barrier_wait(weighed, n - 1 & 1);
-    {
-        float factors[4];
-        load_weights(factors);
-        rescale(factors);
-        const uint32 values_from = values_at + (n - 1) % STAGES * STAGE_BYTES;
-        #pragma unroll
-        for (int32 j = 0; j < 8; ++j) {
-            load_values(values_from, j);
-            multiply_values(j);
-        }
+    for (; n <= own.fast_steps(); n += 4) {
+        step(Bool<false>(), Bool<false>(), 1, n);
+        step(Bool<false>(), Bool<false>(), 2, n + 1);
+        step(Bool<false>(), Bool<false>(), 3, n + 2);
+        step(Bool<false>(), Bool<false>(), 0, n + 3);
     }
+    #pragma unroll 1
+    for (; n <= own.prefix_steps(); ++n) step(Bool<false>(), Bool<true>(), uint32(n) % STAGES, n);
+    #pragma unroll 1
+    for (; n < own.end_tile() - own.first_tile(); ++n) step(Bool<true>(), Bool<true>(), uint32(n) % STAGES, n);
+
+    const uint32 last = uint32(n - 1) % STAGES;
+    raise_tops();
+    weigh(Bool<true>());
+    send_weights(last % 2);
+    add_to_total();
+    barrier_wait(weighed + 8 * (last % 2), last / 2);
+    const uint32 grown = load_grown();
+    load_weights();
+    load_values(last, 0);
+    if (grown != 0) rescale(grown);
+    add_values(Bool<true>(), load_apart(), last, [](int32) {});
     wait_for_all_copies();
 
     store_result(sums, top, total, own, base, parts, stats, scales, out, N, H);
@@ -988,10 +1165,11 @@ __device__ __forceinline__ void merge(
     extern "C" __global__ void __launch_bounds__(256, 1) attend_##suffix(                                           \
         const T* q, const T* cache, const int32* page_table, const int32* prefix_lens, const uint32* words,         \
         const int32* node_counts, int2* schedule, __half* parts, float2* stats, float* scales, T* out, float scale, \
-        int32 B, int32 N, int32 H, int32 S, int32 step_pages, int32 step_rows, int32 max_pages, int32 processors)   \
+        int32 B, int32 N, int32 H, uint32 S, uint32 page_factor, uint32 page_shift, int32 max_pages,                \
+        int32 processors)                                                                                           \
     {                                                                                                               \
         tensor::attend<T>(q, cache, page_table, prefix_lens, words, node_counts, schedule, parts, stats, scales,    \
-                          out, scale, B, N, H, S, step_pages, step_rows, max_pages, processors);                    \
+                          out, scale, B, N, H, S, page_factor, page_shift, max_pages, processors);                  \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(256, 4) merge_##suffix(                                            \
         const __half* parts, const float2* stats, const float* scales, const int2* schedule,                        \

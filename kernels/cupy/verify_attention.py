@@ -20,7 +20,7 @@ PLAIN_BLOCKS_A_PROCESSOR = 8
 
 # version 2
 ROWS, KEYS, LATENT, ROTATED = 64, 16, 512, 64
-SHARED = 92_800
+SHARED = 92_528
 """Bytes of shared memory a block, as the source states them."""
 GREATEST = float(np.finfo(np.float32).max)
 
@@ -40,8 +40,9 @@ def verify_attention(
     """Each node attends to the prefix and to the nodes it sees. See :func:`ddtree.verify_attention`.
 
     ``version`` is 1 for the kernel that takes every type and width, 2 for that of the tensor cores, and by default the
-    fastest that takes these arrays. In version 2 a node's key that is not finite also reaches nodes that do not see it,
-    since tensor cores multiply it by their weight of 0; in version 1 and in the reference it does not.
+    fastest that takes these arrays. In both, as in the reference, a key that is not finite reaches none of the nodes
+    that do not see it. A node that sees one gets NaN in all columns where its score is NaN or +inf; where it is -inf,
+    NaN in the columns that are infinite in that key, since 0 times infinity is NaN.
     """
     B, N, H, _ = q.shape
     result = empty((B, N, H, kv_lora_rank), q.dtype) if out is None else out
@@ -107,7 +108,9 @@ def _launch_tensor(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
     launch(
         *("verify_attention", f"attend_{suffix}", blocks, THREADS, *arrays, schedule, parts, stats, scales, out),
         np.float32(np.clip(scale * np.log2(np.e), -GREATEST, GREATEST)),
-        *(np.int32(size) for size in (B, N, H, S, KEYS // S, KEYS % S, max_pages, processors)),
+        *(np.int32(size) for size in (B, N, H, S)),
+        *(np.uint32(number) for number in _division_by(S)),
+        *(np.int32(size) for size in (max_pages, processors)),
         shared=SHARED,
     )
     rows = N * H
@@ -119,3 +122,17 @@ def _launch_tensor(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
         *(parts, stats, scales, schedule, node_counts, out),
         *(np.int32(size) for size in (rows, H, split, blocks_a_request)),
     )
+
+
+def _division_by(divisor: int) -> tuple[int, int]:
+    """A factor and a shift such that ``2 * x * factor >> 32 + shift`` is ``x // divisor`` for all 31-bit ``x``.
+
+    Granlund and Montgomery, Division by invariant integers using multiplication (1994), theorem 4.2.
+
+    >>> _division_by(48)
+    (2863311531, 6)
+    >>> 2 * 1007 * 2863311531 >> 32 + 6
+    20
+    """
+    shift = (divisor - 1).bit_length()
+    return (1 << 31 + shift) // divisor + 1, shift

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddtree.analysis.rounds import RoundTable
+from ddtree import accept_tree, build_tree
+from ddtree.analysis.choices import choices_of
+from ddtree.analysis.rounds import RoundTable, round_rows
 from ddtree.engine import Round
 from ddtree.trees import Acceptance, tree_from_parents
 
@@ -35,28 +37,35 @@ def chunk_of(continuations, drafts, prompt=(0,)):
     )
 
 
-def calibrated_chunk(seed, *, prompts, new, L, K, vocab_size, temperature=1.0, sharpness=1.5, wobble=0.0):
+def calibrated_chunk(seed, *, prompts, new, L, K, vocab_size, temperature=1.0, sharpness=1.5, falling=0.0, wobble=0.0):
     """A chunk whose tokens are drawn from the drafter's own distributions to the power 1 / ``temperature``.
 
     Every token has one distribution over the vocabulary, the same from whichever position and at whichever depth it is
-    drafted. What is taken to the power are the K likeliest and the remainder, of which any member comes as often. Of
-    prompt p the temperature is ``temperature · exp(wobble · z_p)`` with z_p normal, so that prompts differ.
+    drafted; with ``falling`` it is flatter the deeper, of logits times ``exp(−falling · (depth − 1))``, while tokens
+    are drawn as at depth 1. What is taken to the power are the K likeliest and the remainder, of which any member comes
+    as often. Of prompt p the temperature is ``temperature · exp(wobble · z_p)`` with z_p normal: prompts differ.
     """
     rng = np.random.default_rng(seed)
     continuations, drafts = [], []
     for _ in range(prompts):
         logits = sharpness * rng.normal(size=(new + L, vocab_size))
-        log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-        ids = np.argsort(-log_p, axis=1, kind="stable")
-        kept = np.take_along_axis(log_p, ids, 1)[:, :K]
-        rest = np.log(1 - np.exp(kept).sum(1, keepdims=True)) if vocab_size > K else np.full((len(ids), 1), -np.inf)
-        scores = np.concatenate([kept, rest], axis=1) / (temperature * np.exp(wobble * rng.normal()))
+        ids = np.argsort(-logits, axis=1, kind="stable")
+        steps = [_kept(logits * np.exp(-falling * d), ids, K) for d in range(L)]
+        scores = steps[0] / (temperature * np.exp(wobble * rng.normal()))
         outcome = (scores + rng.gumbel(size=scores.shape)).argmax(1)
         outcome += np.where(outcome == K, rng.integers(0, max(vocab_size - K, 1), len(outcome)), 0)
         of = np.arange(1, L + 1) + np.arange(new - 1)[:, None]  # the token that slot d of position i drafts
-        drafts.append((kept[of], ids[:, :K][of]))
+        drafts.append((np.stack(steps)[np.arange(L), of][..., :K], ids[:, :K][of]))
         continuations.append(np.take_along_axis(ids, outcome[:, None], 1)[:new, 0])
     return chunk_of(continuations, drafts)
+
+
+def _kept(logits, ids, K):
+    """Log-probs of the K likeliest and of the remainder, (n, K + 1)."""
+    log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    kept = np.take_along_axis(log_p, ids, 1)[:, :K]
+    rest = np.log(1 - np.exp(kept).sum(1)) if logits.shape[1] > K else np.full(len(ids), -np.inf)
+    return np.concatenate([kept, rest[:, None]], axis=1)
 
 
 def random_chunk(seed, *, prompts=5, longest=30, L=4, K=5, vocab_size=6, prompt=(0, 0)):
@@ -81,6 +90,30 @@ def random_chunk(seed, *, prompts=5, longest=30, L=4, K=5, vocab_size=6, prompt=
         continuations.append(tokens)
         drafts.append((log_probs, ids[..., :K]))
     return chunk_of(continuations, drafts, prompt)
+
+
+def replayed(chunk, *, budget=None, chain=None, least=0.0):
+    """The rounds of a chunk under trees of a budget, or chains of a depth, without nodes below a probability."""
+    chosen = choices_of(chunk)
+    M, L, _ = chosen.log_probs.shape
+    log_probs = chosen.log_probs if budget else chosen.log_probs[:, :chain, :1]
+    ids = chosen.token_ids if budget else chosen.token_ids[:, :chain, :1]
+    log_probs = np.ascontiguousarray(np.where(log_probs >= np.log(max(least, 1e-300)), log_probs, -np.inf))
+    tree = build_tree(log_probs, np.ascontiguousarray(ids), chosen.root_token_ids, budget=budget or chain)
+    padded = np.concatenate([chosen.choices, np.full((M, 1), -1)], axis=1)
+    said = np.take_along_axis(padded, np.clip(tree.depths, 0, L), axis=1).astype(np.int32)
+    kept = accept_tree(tree, said, remaining=chosen.remaining.astype(np.int32))
+    index = np.arange(M) - chunk.position_offsets[chosen.prompt]
+    rows = round_rows(
+        tree, kept, prompt=chosen.prompt, position=index, prefix_len=index + chunk.prompt_lens[chosen.prompt]
+    )
+    begins = np.zeros(M, np.bool_)
+    for p in range(len(chunk.prompt_lens)):
+        at = chunk.position_offsets[p]
+        while at < chunk.position_offsets[p + 1]:
+            begins[at] = True
+            at += rows.tokens[at]
+    return rows.take(begins)
 
 
 def a_round(parents, paths, finished, request_ids=None, counts=None):

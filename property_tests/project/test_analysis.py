@@ -124,6 +124,24 @@ def test_tables_are_the_counts_of_a_walk_over_the_rounds(noisy):
     assert histogram.share.sum() == pytest.approx(2)
 
 
+def test_rank_and_length_tables_worked_by_hand():
+    # rounds that kept nodes of ranks (1, 2), (3) and none, of trees of depth 2
+    rounds = rounds_of([0, 0, 1], [3, 2, 1], L=2)
+    rounds.ranks[:] = [[0, 1], [2, -1], [-1, -1]]
+    table = rank_table(rounds)
+    assert [(row["rank"], row["n_accepted"], row["share"]) for row in table.records()] == [
+        (1, 1, pytest.approx(1 / 3)),
+        (2, 1, pytest.approx(1 / 3)),
+        (3, 1, pytest.approx(1 / 3)),
+    ]
+    assert rank_table(rounds, depth=1).n_accepted.tolist() == [1, 0, 1]
+    assert rank_table(rounds, depth=2).n_accepted.tolist() == [0, 1]
+    low, high = wilson_interval(1, 3)
+    assert (table.low[0], table.high[0]) == (low, high)
+    lengths = length_table({"tree": rounds})
+    assert (lengths.tokens.tolist(), lengths.n_rounds.tolist()) == ([1, 2, 3], [1, 1, 1])
+
+
 def test_rank_table_refuses_a_depth_that_no_round_has(noisy):
     with pytest.raises(ValueError, match=r"depth must be in 1 … 3, the rounds' limit, got 4"):
         rank_table(noisy, depth=4)

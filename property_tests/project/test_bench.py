@@ -10,17 +10,20 @@ from click.testing import CliRunner
 
 from ddtree import reference
 from ddtree.analysis import figures
-from ddtree.analysis.benchmarks import bench, cases, peers, report
+from ddtree.analysis.benchmarks import bench, cases, layer_cases, peers, report
 from ddtree.analysis.benchmarks.grid import EVERY_CASE, cases_for
 from ddtree.analysis.benchmarks.timing import Ceilings, Times, time_on_host
 from ddtree.backends import Backend, get_backend
 from ddtree.cli import main
+from ddtree.reference import rope
 
 SMALL = (
     cases._build_tree(2, 3, 8, 8),
     replace(cases._topk(1, 2, 4, np.float32), make=lambda: {"logits": np.eye(2, 40, dtype=np.float32)[None], "k": 4}),
     cases._attention(2, 2, 9, 70, np.float32, gpu_only=False),
     cases._accept_and_compact(2, 3, 8, 2, 61),
+    cases._tree_form("visibility_words", 2, 8),
+    cases._tree_form("tree_positions", 2, 8),
 )
 
 
@@ -44,6 +47,8 @@ def test_a_report_has_every_case_and_figure(tmp_path):
         "topk_log_probs",
         "verify_attention",
         "accept and compact",
+        "visibility_words",
+        "tree_positions",
     ]
     assert all(len(row.times["numba_cpu"].warm) == 3 and not row.times["numba_cpu"].cold for row in measured.rows)
     written = {path.name for path in report.write_report(measured, tmp_path)}
@@ -83,7 +88,7 @@ def test_moved_rows_are_compared():
             pass
 
     with pytest.raises(bench.NotEqualError, match="compact_cache of lazy"):
-        bench.measure(Backend("lazy", Lazy, "numpy"), SMALL[3:], repeats=3)
+        bench.measure(Backend("lazy", Lazy, "numpy"), SMALL[3:4], repeats=3)
 
 
 def test_the_command_refuses_to_time_a_backend_that_differs(tmp_path, monkeypatch):
@@ -132,7 +137,7 @@ def test_an_interrupted_run_says_so_and_writes_nothing(tmp_path, monkeypatch):
 def test_what_cannot_be_timed_is_said_in_a_line():
     for arguments, told in (
         (["--backend", "numba_cpu", "--ops", "sort"], "numba_cpu has no sort; it has: topk_log_probs"),
-        (["--backend", "numba_cpu", "--ops", "visibility_words"], "no case can be timed of visibility_words"),
+        (["--backend", "numba_cpu", "--ops", "find_draft_fault"], "no case can be timed of find_draft_fault"),
         (["--backend", "no_such_module"], "backend must be one of"),
         (["--backend", ""], "backend must be one of"),
         (["--backend", "numba_cpu", "--ops", ""], "numba_cpu has no ;"),
@@ -170,6 +175,47 @@ def test_peers_of_torch_do_the_same_on_the_cpu():
     assert not any(row.skipped for row in report.rows)
 
 
+def rotated_by_the_reference(**given):
+    """What ``rope`` of the GPU's kernels does, by the reference, in place."""
+    tree, C = given["tree"], given["latents"].shape[-1]
+    for b in range(tree.batch_size):
+        for i in range(int(tree.node_counts[b])):
+            row = int(given["prefix_lens"][b]) + i
+            cos, sin = rope.rope_cos_sin(given["prefix_lens"][b] + tree.depths[b, i], given["frequencies"])
+            page, place = given["page_table"][b, row // 64], row % 64
+            for to, x in (
+                (given["q"][b, i, :, C:], given["queries"][b, i, :, -64:]),
+                (given["kv_cache"][page, place, C:], given["keys"][b, i]),
+            ):
+                to[:] = rope.rotate_halves(x.astype(np.float64), cos, sin)
+            given["kv_cache"][page, place, :C] = given["latents"][b, i]
+
+
+def test_a_wrong_rotation_or_row_is_not_timed():
+    case = layer_cases._rope(1)
+    assert case.fault is not None
+    inputs = case.make()
+    assert "of the largest" in case.fault(inputs, (inputs["q"], inputs["kv_cache"]))
+    result = case.run({"rope": rotated_by_the_reference}, inputs)
+    assert case.fault(inputs, result) == ""
+    last = 8192 + 64
+    result[1][inputs["page_table"][0, last // 64], last % 64, 0] += 1
+    assert case.fault(inputs, result) == "the latent's row differs"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="optional library torch is not installed")
+def test_torch_rotates_as_the_kernels_do():
+    import torch
+
+    case = layer_cases._rope(1)
+    inputs = case.make()
+    (peer,) = peers.peers_for("rope", on_gpu=True, slow=False)
+    q = peer.prepare(torch, inputs, "cpu")().float().numpy()
+    case.run({"rope": rotated_by_the_reference}, inputs)
+    exact = inputs["q"].astype(np.float32)[..., 512:]
+    assert np.abs(q[..., 512:] - exact).max() < 0.02 * np.abs(exact).max()
+
+
 def test_times_are_of_the_calls():
     calls = []
     times = time_on_host(lambda: calls.append(1), 5)
@@ -179,18 +225,18 @@ def test_times_are_of_the_calls():
 
 
 def test_figures_show_what_they_are_given():
-    drawing = figures.plot_times("op", [("a", {"ours": 1.0, "theirs": 20.0}), ("b", {"ours": 2.0})])
-    assert drawing.artists["ours"].get_xdata().tolist() == [1.0, 2.0]
-    assert drawing.artists["theirs"].get_ydata().tolist() == [0]
-    assert [t.get_text() for t in drawing.axes.get_yticklabels()] == ["a", "b"]
+    ax = figures.plot_times("op", [("a", {"ours": 1.0, "theirs": 20.0}), ("b", {"ours": 2.0})])
+    assert figures.find(ax, "ours").get_xdata().tolist() == [1.0, 2.0]
+    assert figures.find(ax, "theirs").get_ydata().tolist() == [0]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["a", "b"]
     roof = figures.plot_roofline(
         "op", [("a", 1e9, 1e6, {"ours": 10.0}), ("b", 2e9, 1e8, {"ours": 40.0})], 4000.0, 700.0
     )
-    assert roof.artists["ours"].get_xdata().tolist() == [1000.0, 20.0]
-    assert roof.artists["ours"].get_ydata().tolist() == [100.0, 50.0]
-    assert max(roof.artists["arithmetic"].get_ydata()) == 700.0
+    assert figures.find(roof, "ours").get_xdata().tolist() == [1000.0, 20.0]
+    assert figures.find(roof, "ours").get_ydata().tolist() == [100.0, 50.0]
+    assert max(figures.find(roof, "arithmetic").get_ydata()) == 700.0
     unknown = figures.plot_roofline("op", [("a", 1e9, 1e6, {"ours": 10.0})], 4000.0, float("nan"))
-    assert np.isfinite(unknown.artists["arithmetic"].get_ydata()).all()
+    assert np.isfinite(figures.find(unknown, "arithmetic").get_ydata()).all()
 
 
 def test_the_caption_names_machine_and_ceilings():

@@ -10,6 +10,7 @@ import pytest
 
 from ddtree.analysis.calibration import calibration_table, reliability_table
 from ddtree.analysis.choices import choices_of, chunks_of
+from ddtree.analysis.intervals import wilson_interval
 from ddtree.property_tests.project.made_traces import calibrated_chunk, chunk_of, random_chunk
 
 ROUNDING: dict[str, Any] = dict(rtol=1e-9, atol=1e-12)
@@ -124,6 +125,20 @@ def test_calibration_worked_by_hand():
     assert given["temperature_low"] is None
 
 
+def test_reliability_worked_by_hand():
+    # one depth, candidates of 0.75 and 0.125, four times; the choices are the first three times and the second once
+    draft = np.log([[[0.75, 0.125]]] * 4), np.array([[[7, 8]]] * 4)
+    chunk = chunk_of([[1, 7, 7, 7, 8]], [draft])
+    both = reliability_table(chunk, rank=None, bins=(0, 0.5, 1))
+    assert (both.n.tolist(), both.realised.tolist()) == ([4, 4], [0.25, 0.75])
+    np.testing.assert_allclose(both.expected, [0.125, 0.75], rtol=1e-6)  # float32 log-probs
+    assert both.error == pytest.approx(0.0625, abs=1e-6)  # (0.125 + 0) / 2
+    assert (both.low.tolist(), both.high.tolist()) == tuple(x.tolist() for x in wilson_interval([1, 3], [4, 4]))
+    sure = reliability_table(chunk_of([[1, 7]], [(np.zeros((1, 1, 1)), [[[7]]])]), bins=(0, 0.5, 1))
+    assert sure.n.tolist() == [0, 1]  # the last bin has its upper end too
+    assert math.isnan(sure.realised[0])
+
+
 def test_temperature_worked_by_hand():
     # two outcomes, 0.8 and the remainder 0.2; 9 of 10 times the first: 4^β = 9
     draft = np.log([[[0.8]]] * 10), np.full((10, 1, 1), 3)
@@ -139,6 +154,17 @@ def test_a_choice_outside_a_sum_of_one_is_unlikely_but_not_impossible():
     draft = np.log([[[0.75, 0.25]]]), np.array([[[1, 2]]])
     row = calibration_table(chunk_of([[0, 5]], [draft])).records()[0]
     assert row["log_loss"] == pytest.approx(23 * math.log(2))  # two candidates, half of a float32's last place each
+
+
+def test_temperature_of_a_drafter_that_was_sure_and_wrong():
+    """Its probabilities are 1 and 0 in float64, where the curvature is nothing, and one choice is the second."""
+    draft = np.array([[[0.0, -2000.0]]] * 10), np.array([[[3, 4]]] * 10)
+    chunk = chunk_of([[0, *[3] * 9, 4]], [draft])
+    row = calibration_table(chunk).records()[0]
+    cases = [(scores, came) for scores, came, _ in loop_cases(chunk, 0, "any path")]
+    assert row["fitted_log_loss"] == pytest.approx(np.mean([loss(s, c, 1 / row["temperature"]) for s, c in cases]))
+    for other in (0.5, 0.99, 1.01, 2.0):
+        assert np.mean([loss(s, c, other / row["temperature"]) for s, c in cases]) > row["fitted_log_loss"]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])

@@ -176,6 +176,7 @@ def test_replay_of_an_operation_that_raises_shows_what_it_raised(run: Run, monke
     result = run("replay", str(path), "--backend", "raising")
     assert result.exit_code == 1
     assert "\nraised RuntimeError: no kernel image\n" in result.stdout
+    assert re.search(r"\n  at .*test_check_cli\.py:\d+, in raises: raise RuntimeError\(", result.stdout)
 
 
 def test_a_backend_that_wants_to_end_the_run_has_failed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

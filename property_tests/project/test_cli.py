@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import sysconfig
 from dataclasses import replace
 
 import click
@@ -17,9 +16,12 @@ from ddtree import reference
 from ddtree.analysis import demo as measuring
 from ddtree.analysis import environment
 from ddtree.analysis.environment import backend_states
+from ddtree.analysis.replay import replay_all
+from ddtree.analysis.trace import shipped_trace
 from ddtree.backends import BACKENDS, get_backend
 from ddtree.cli import main
 from ddtree.kernels import numba_cpu
+from ddtree.policies import chain
 from ddtree.protocols import OPS
 
 FIGURES = ["acceptance_by_depth.png", "tau_by_budget.png", "tau_by_budget_synthetic.png", "tree.png"]
@@ -164,17 +166,18 @@ def test_demo_checks_everything_and_writes_its_figures(run, tmp_path):
     assert results["ok"] is True
     assert list(results["stages"]) == list(measuring.STAGES)
     assert all(check["ok"] for stage in results["stages"].values() for check in stage["checks"])
-    text, synthetic = results["stages"]["real text"], results["stages"]["synthetic drafter"]
-    assert (text["synthetic"], synthetic["synthetic"]) == (False, True)
-    for stage in (text, synthetic):
+    pair, synthetic = results["stages"]["trained pair"], results["stages"]["synthetic drafter"]
+    assert (pair["synthetic"], synthetic["synthetic"]) == (False, True)
+    budgets = measuring.QUICK.budgets
+    wanted = [*(("chain", b) for b in budgets if b <= 7), *(("tree", b) for b in budgets)]
+    emitted = shipped_trace().summary()["positions"]
+    for stage, also in ((pair, [("prompt lookup", b) for b in budgets]), (synthetic, [])):
         rows = stage["tau_by_budget"]
-        assert [(row["policy"], row["budget"]) for row in rows] == [
-            *(("chain", b) for b in measuring.QUICK.budgets if b <= measuring.QUICK.depth_limit),
-            *(("tree", b) for b in measuring.QUICK.budgets),
-        ]
+        assert [(row["policy"], row["budget"]) for row in rows] == [*wanted, *also]
         for row in rows:
-            assert row["n_tokens"] == measuring.QUICK.files * (measuring.QUICK.new_bytes - 1)
+            assert row["n_tokens"] == emitted
             assert f"{row['tau']:.2f}" in result.stdout
+    assert "The trained pair python-5m" in result.stdout
     for state in backend_states():
         if state.reason:
             assert f"backend {state.name!r}" in result.stdout
@@ -198,7 +201,7 @@ def raises(*args, **options):
 
 @pytest.fixture
 def two_stages(monkeypatch):
-    for name in ("golden model", "drafting and sampling", "real text", "synthetic drafter"):
+    for name in ("golden model", "drafting and sampling", "trained pair", "synthetic drafter"):
         monkeypatch.delitem(measuring.STAGES, name)
 
 
@@ -248,8 +251,7 @@ def test_closed_pipe_ends_quietly():
         assert process.stderr.read() == b""
 
 
-def test_standard_library_elsewhere_is_a_failed_check(tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    (check,) = measuring.run_stage("real text", measuring.QUICK).checks
-    assert not check.ok
-    assert "must hold 4 modules of 576 bytes or more as text, got 0" in check.detail
+def test_live_rounds_that_are_not_the_replayed_ones_are_a_failed_check(monkeypatch):
+    monkeypatch.setattr(measuring, "replay_all", lambda trace, policies: replay_all(trace, [chain(1)] * len(policies)))
+    wrong = [check.name for check in measuring.run_stage("trained pair", measuring.QUICK).checks if not check.ok]
+    assert wrong == ["live rounds are the replayed ones, budget 16"]

@@ -50,13 +50,16 @@ def test_a_public_docstring_gives_shape_and_type_of_every_array(op: str) -> None
 
 
 WITH_EXAMPLES = [
+    "ddtree.costs",
     "ddtree.ops",
+    "ddtree.policies",
     "ddtree.trees",
     "ddtree.analysis.acceptance",
     "ddtree.analysis.intervals",
     "ddtree.analysis.rounds",
     "ddtree.analysis.speedup",
     "ddtree.drafters.oracle",
+    "ddtree.svg",
 ]
 
 

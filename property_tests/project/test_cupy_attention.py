@@ -101,6 +101,15 @@ def make(
     )
 
 
+def on_host(cp: Any, case: Case, attention: Any) -> Any:
+    """The result of a function of NumPy arrays."""
+    arrays = {f.name: getattr(case.tree, f.name) for f in dataclasses.fields(case.tree)}
+    tree = DraftTree(**{k: v if isinstance(v, int) else cp.asnumpy(v) for k, v in arrays.items()})
+    q, kv_cache, page_table, prefix_lens = map(cp.asnumpy, (case.q, case.kv_cache, case.page_table, case.prefix_lens))
+    with np.errstate(invalid="ignore"):
+        return attention(q, kv_cache, page_table, prefix_lens, tree, scale=case.scale, kv_lora_rank=case.kv_lora_rank)
+
+
 def dense(cp: Any, case: Case, b: int, compute: Any, weight_type: Any = None, order: int | None = None) -> Any:
     """The formula for one request, (nodes · heads, C), over sums in some order."""
     rows, S, C = np.arange(case.prefixes[b] + case.counts[b]), case.kv_cache.shape[1], case.kv_lora_rank
@@ -224,6 +233,34 @@ def test_scores_that_overflow_weigh_nothing_beside_a_finite_one(cp: Any, attenti
         assert (out == 1).all()
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("column", [0, 200, 511, 575, slice(None)], ids=str)
+def test_a_key_that_is_not_finite_reaches_those_that_see_it(
+    cp: Any, attention: Any, column: Any, value: float, dtype: str, version: int
+) -> None:
+    # Prefixes that put the nodes in one, two and three tiles of keys, and in the middle of a request's shares.
+    prefixes = (700, 16, 0, 15, 300)
+    case = make(cp, prefixes=prefixes, N=37, H=2, dtype=dtype, page_size=7, seed=10)
+    before = cp.asnumpy(case.run(attention, version=version))
+    sees = np.zeros(before.shape[:2], bool)
+    for b, n in enumerate(case.counts):
+        # Node 5 and the last: each has siblings, and the last is seen by itself alone.
+        for node in (5, n - 1):
+            row = prefixes[b] + node
+            case.kv_cache[case.table[b, row // 7], row % 7, column] = value
+            sees[b, :n] |= case.sees[b, :n, node]
+    out = cp.asnumpy(case.run(attention, version=version))
+    same = out.view(np.uint16) == before.view(np.uint16)
+    assert same[~sees].all(), "nodes that do not see it"
+    wanted = on_host(cp, case, reference.verify_attention)
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(wanted))
+    assert np.isnan(wanted[sees]).any()
+    finite = ~np.isnan(wanted)
+    np.testing.assert_allclose(out[finite].astype(np.float32), wanted[finite].astype(np.float32), rtol=0, atol=0.02)
+
+
 @pytest.mark.parametrize("prefixes", [(8192,), (3000, 10, 0, 700)])
 def test_repeated_runs_are_equal_bit_for_bit(cp: Any, attention: Any, prefixes: tuple[int, ...]) -> None:
     case = make(cp, prefixes=prefixes, N=40, seed=7)
@@ -264,18 +301,7 @@ def test_a_graph_replays_it_for_new_lengths(cp: Any, attention: Any, version: in
 
 def test_the_reference_agrees_on_a_small_case(cp: Any, attention: Any) -> None:
     case = make(cp, prefixes=(20, 3), N=5, H=2, dtype="float32", widths=(8, 4), page_size=7)
-    host = dataclasses.replace(
-        case.tree,
-        **{
-            f.name: cp.asnumpy(getattr(case.tree, f.name))
-            for f in dataclasses.fields(case.tree)
-            if not isinstance(getattr(case.tree, f.name), int)
-        },
-    )
-    q, kv_cache, page_table, prefix_lens = (
-        cp.asnumpy(a) for a in (case.q, case.kv_cache, case.page_table, case.prefix_lens)
-    )
-    wanted = reference.verify_attention(q, kv_cache, page_table, prefix_lens, host, scale=case.scale, kv_lora_rank=8)
+    wanted = on_host(cp, case, reference.verify_attention)
     np.testing.assert_allclose(cp.asnumpy(case.run(attention)), wanted, rtol=0, atol=1e-5)
 
 

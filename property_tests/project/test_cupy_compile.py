@@ -1,6 +1,7 @@
 """Every CUDA C++ kernel compiles for both architectures, without a GPU, and stays within what they have."""
 
 import functools
+import importlib
 import importlib.metadata
 import re
 from itertools import pairwise
@@ -47,6 +48,14 @@ def test_kernels_fit(program, arch):
         assert 0 < k.threads <= 1024, f"{k}: __launch_bounds__ must say how many threads"
         assert k.threads * max(k.min_blocks, 1) <= ARCHITECTURES[arch].threads_per_sm, k
         assert k.blocks_per_sm >= max(k.min_blocks, 1), k
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_verify_attention_is_launched_with_what_its_source_states(arch):
+    needs_nvrtc()
+    launcher = importlib.import_module("ddtree.kernels.cupy.verify_attention")
+    stated = {k.kernel: k.dynamic_shared for k in compiled("verify_attention", arch) if k.dynamic_shared > 0}
+    assert stated == {f"attend_{suffix}": launcher.SHARED for suffix in ("f16", "bf16")}
 
 
 def test_the_committed_table_is_that_of_the_sources():

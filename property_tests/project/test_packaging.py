@@ -97,8 +97,9 @@ def test_wheel_holds_one_import_package_with_its_data_and_no_project_tests(built
         "ddtree/property_tests/test_build_tree.py",
         "ddtree/property_tests/golden/tiny.kdtr",
         "ddtree/property_tests/FIELD_CASES.md",
-        "ddtree/analysis/figures.py",
+        "ddtree/analysis/figures/__init__.py",
         "ddtree/analysis/benchmarks/results/h200/bench.json",
+        *(f"ddtree/analysis/report/page.{kind}" for kind in ("html", "css", "js")),
         "ddtree/kernels/cupy/verified.json",
         *(f"ddtree/kernels/cupy/{path.name}" for path in (ROOT / "kernels" / "cupy").glob("*.cu*")),
     } <= held

@@ -10,15 +10,16 @@ from hypothesis import event, given, settings
 
 from ddtree import build_tree
 from ddtree.analysis import replay as replay_module
-from ddtree.analysis.record import record
+from ddtree.analysis.record import record, vocabulary_digest
 from ddtree.analysis.replay import fit_static_tree, rank_rates, replay, replay_all
 from ddtree.analysis.rounds import concatenate_rounds, round_table
-from ddtree.analysis.trace import Trace
+from ddtree.analysis.trace import Trace, TraceWriter, open_trace, shipped_trace
 from ddtree.costs import CostModel
 from ddtree.drafters import NgramDrafter, NoiseLaw, OracleDrafter
 from ddtree.engine import Engine
 from ddtree.kdtr import read_kdtr
 from ddtree.model import golden_bundle, load_model
+from ddtree.pair import load_pair, load_prompts, pair_folder
 from ddtree.policies import (
     all_children,
     chain,
@@ -33,6 +34,7 @@ from ddtree.policies import (
 )
 from ddtree.property_tests.compare import assert_same
 from ddtree.property_tests.targets import DRAFTERS, VOCABULARY, AttentionTarget
+from ddtree.property_tests.tolerances import TOLERANCE
 
 COSTS = CostModel(np.array([0, 4, 40]), np.array([0, 64]), np.array([[1.0, 1.1, 4.0], [2.0, 2.1, 9.0]]), 0.3)
 
@@ -159,6 +161,18 @@ def test_compiled_replay_is_that_of_the_batched_trees(tmp_path_factory, seed, bu
         event("drafts accepted" if len(table) and table.tau > 1 else "nothing accepted")
 
 
+def test_ties_of_a_stop_are_those_of_its_definition(tmp_path):
+    """A drafter that is certain: a score equal to the cut-off is kept, and a rate that stays equal stops."""
+    with TraceWriter(tmp_path / "t", 10, 2, 1, max_new_tokens=8) as writer:
+        writer.append([1, 2, 3, 4, 5], 1, np.zeros((3, 2, 1)), np.array([[[3], [4]], [[4], [5]], [[5], [6]]]))
+    trace = open_trace(tmp_path / "t")
+    even = CostModel(np.array([0, 1, 2]), np.array([0, 9]), np.array([[1.0, 2.0, 3.0]] * 2))
+    rising = CostModel(np.array([0, 1, 2]), np.array([0, 9]), np.array([[1.0, 1.5, 3.0]] * 2))
+    for policy, nodes in ((confidence(2, 1.0), 2), (cost_aware(2, even), 0), (cost_aware(2, rising), 1)):
+        for replayed in (policy, Hidden(policy)):
+            assert set(replay(trace, replayed).num_nodes.tolist()) == {nodes}, policy.label
+
+
 class Hidden:
     def __init__(self, policy):
         self.policy, self.budget = policy, policy.budget
@@ -182,6 +196,42 @@ def test_replay_of_the_golden_model_is_its_live_run(tmp_path, kind, sampling):
     for policy in (fixed_budget(16), chain(7), cost_aware(40, COSTS, clamp=True)):
         live = live_rounds(model, drafter, prompts, policy, 20, depth=7, topk=16, **sampling)
         assert_same_rounds(replay(trace, policy), live)
+
+
+@pytest.mark.parametrize("policy", [chain(7), fixed_budget(32)], ids=policy_name)
+def test_replay_of_the_shipped_trace_is_a_live_run_of_the_shipped_pair(policy):
+    """Round for round. Log-probs are rounded otherwise where a pass had another shape, and so are their sums."""
+    target, drafter, _ = load_pair()
+    prompts = load_prompts().tokens[:3]
+    live = live_rounds(target, drafter, prompts, policy, 20, target.config.eos_token_ids, depth=7, topk=16)
+    table = replay(shipped_trace(), policy, max_new_tokens=20)
+    table = table.take(table.prompt < len(prompts))
+    for f in fields(live):
+        if f.name not in ("expected", "log_probs"):
+            assert_same(getattr(table, f.name), getattr(live, f.name), f.name)
+    assert len(live) > 10
+    bound = TOLERANCE["draft", "float32"].bound
+    assert np.array_equal(np.isnan(table.log_probs), np.isnan(live.log_probs))
+    assert np.nanmax(np.abs(table.log_probs - live.log_probs)) < bound
+    assert np.abs(table.expected - live.expected).max() < bound
+
+
+def test_shipped_trace_is_what_it_is_said_to_be():
+    trace, prompts = shipped_trace(), load_prompts().tokens
+    manifest = trace.manifest
+    assert (trace.name, manifest.target, manifest.drafter) == ("python-5m", "python-5m", "block drafter")
+    assert (manifest.depth, manifest.topk, manifest.max_new_tokens, manifest.temperature) == (7, 16, 64, 0.0)
+    assert manifest.vocabulary == vocabulary_digest(load_pair().vocabulary.token_bytes)
+    assert manifest.complete
+    counts = trace.summary()
+    assert counts["prompts"] >= 60
+    assert counts["positions"] >= 4000
+    for chunk in trace:
+        for p in range(chunk.num_prompts):
+            assert_same(chunk.prompt_tokens(p)[: chunk.prompt_lens[p]], prompts[chunk.first_prompt + p])
+    files = list((pair_folder() / "trace").iterdir())
+    assert sum(path.stat().st_size for path in files) <= 4e6
+    assert replay(trace, fixed_budget(64)).tau > replay(trace, chain(7)).tau > 3
 
 
 def test_slices_do_not_change_a_table(pair, monkeypatch):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from ddtree.analysis import sweep as sweep_module
 from ddtree.analysis.acceptance import tau_interval
 from ddtree.analysis.record import read_prompts, record, vocabulary_digest
 from ddtree.analysis.replay import replay
-from ddtree.analysis.sweep import figures_of, fingerprint, policy_grid, sweep, write_sweep
+from ddtree.analysis.sweep import fingerprint, policy_grid, sweep, write_sweep
 from ddtree.analysis.trace import Trace, TraceWriter, open_trace
 from ddtree.cli import main
 from ddtree.costs import CostModel
 from ddtree.drafters import NgramDrafter
 from ddtree.kdtr import write_kdtr
+from ddtree.pair import load_pair, load_prompts
 from ddtree.policies import (
     all_children,
     chain,
@@ -37,6 +39,7 @@ from ddtree.policies import (
     spine_first,
     static_tree,
 )
+from ddtree.property_tests.compare import assert_same
 from ddtree.property_tests.targets import AttentionTarget, RandomDrafter
 
 PROMPTS = [[1, 2, 1, 2], [3], [4, 5, 6], [7, 7, 7]]
@@ -237,14 +240,6 @@ def test_tables_are_written_whole_and_tidy(traces, tmp_path):
     assert single.records()[0]["tau"] is None
 
 
-def test_figures_have_a_line_a_series_and_a_file_a_trace(traces):
-    table = sweep(traces, {"tree": GRID["tree"], "chain": GRID["chain"]})
-    drawings = figures_of(table)
-    assert list(drawings) == ["tau_by_budget_n-gram.svg", "tau_by_budget_random.svg"]
-    assert {"tree", "chain"} <= set(drawings["tau_by_budget_random.svg"].artists)
-    assert list(figures_of(sweep(traces[:1], {"chain": GRID["chain"]}))) == ["tau_by_budget.svg"]
-
-
 def test_grid_has_every_budget_under_every_limit(traces, tmp_path):
     COSTS.save(tmp_path / "costs.json")
     folder = str(traces[0]._chunks[0].parent)
@@ -391,15 +386,78 @@ def test_sweep_command_writes_tables_figures_and_cells(run, traces, tmp_path, mo
     words = ("sweep", folder, "--budgets", "1,4,16", "--out", "out")
     result = run(*words)
     assert result.exit_code == 0, result.output
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"sweep.csv", "sweep.json", "tau_by_budget.svg", "cells"}
+    written = {p.name for p in (tmp_path / "out").iterdir()}
+    assert {"sweep.csv", "sweep.json", "tau_by_budget.svg", "frontier.svg", "cells"} <= written
+    assert all(name in result.stdout for name in written - {"cells"})
     grid = {"tree": [fixed_budget(b) for b in (1, 4, 16)], "chain": [chain(3)]}
     expected = sweep([open_trace(folder)], grid).records()
     assert json.loads((tmp_path / "out" / "sweep.json").read_text())["cells"] == expected
     for row in expected:
         assert f"{row['tau']:.2f}" in result.stdout
+    again = run("plot", "out", "-o", "figures", "--format", "png")
+    assert again.exit_code == 0, again.output
+    assert {"tau_by_budget.png", "frontier.png"} <= {p.name for p in (tmp_path / "figures").iterdir()}
+    assert f"{expected[0]['tau']:.3f}" in again.stdout
     counting = Counting(monkeypatch)
     assert run(*words[:3], "1,4,8,16", *words[4:], "--policy", "tree", "--policy", "spine-first").exit_code == 0
     assert sorted(counting.names) == ["fixed_budget(8)", *(f"spine_first({b})" for b in (1, 16, 4, 8))]
+
+
+def test_sweep_command_without_a_trace_takes_the_shipped_one(run, tmp_path):
+    result = run("sweep", "--budgets", "64", "--out", "out")
+    assert result.exit_code == 0, result.output
+    cells = json.loads((tmp_path / "out" / "sweep.json").read_text())["cells"]
+    assert [(c["trace"], c["label"]) for c in cells] == [("python-5m", "fixed_budget(64)"), ("python-5m", "chain(7)")]
+    assert cells[0]["tau"] > cells[1]["tau"] > 3
+
+
+def test_record_command_records_what_the_function_does(run, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"token_ids": [5, 6, 7], "name": "a"}\n[9, 9]\n[4]\n')
+    words = ["record", "p.jsonl", "--out", "t", "--max-new-tokens", 5, "--topk", 6, "--chunk", 2]
+    result = run(*words, "--limit", 2)
+    assert result.exit_code == 0, result.output
+    assert "2 prompts, 10 new tokens, 8 drafts of 7 × 6" in result.stdout
+    assert result.stderr == ""  # no bar where there is no terminal
+    pair = load_pair()
+    [chunk] = open_trace("t")
+    [expected] = record(
+        *(pair.target, pair.drafter, [[5, 6, 7], [9, 9]], tmp_path / "e"),
+        **{"topk": 6, "max_new_tokens": 5, "stop_token_ids": [0], "names": ["a", "p.jsonl:2"]},
+    )
+    for f in fields(chunk):
+        assert np.array_equal(getattr(chunk, f.name), getattr(expected, f.name)), f.name
+    manifest = open_trace("t").manifest
+    assert (manifest.target, manifest.drafter, manifest.stop_token_ids) == ("python-5m", "block drafter", (0,))
+    again = run(*words)
+    assert again.exit_code == 2
+    assert "this one is complete: choose another folder" in again.output
+    held = run("record", "--held-out", "--limit", 1, "--drafter", "ngram", "--max-new-tokens", 2, "--out", "h")
+    assert held.exit_code == 0, held.output
+    [chunk] = open_trace("h")
+    assert_same(chunk.prompt_tokens(0)[:-2], load_prompts().tokens[0])
+    assert (chunk.names, open_trace("h").manifest.drafter) == ((load_prompts().sources[0],), "n-gram lookup")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], r"give PROMPTS, or --held-out for the pair's own"),
+        (["p.jsonl", "--held-out"], r"give PROMPTS, or --held-out for the pair's own"),
+        (["p.jsonl", "--topk", "2049"], r"topk must be in 1 … 2048 \(the vocabulary size\), got 2049"),
+        (["p.jsonl", "--depth", "8"], r"depth"),
+        (["p.jsonl", "--top-p", "2"], r"top_p must be over 0 and at most 1, got 2.0"),
+        (["q.jsonl"], r"q.jsonl:1: must be JSON"),
+        (["none.jsonl"], r"none.jsonl: No such file"),
+        (["p.jsonl", "--pair", "nowhere"], r"nowhere/target.kdtr is missing"),
+    ],
+)
+def test_record_command_says_in_a_line_what_is_wrong_and_writes_nothing(run, tmp_path, words, message):
+    (tmp_path / "p.jsonl").write_text("[1, 2]")
+    (tmp_path / "q.jsonl").write_text("{")
+    result = run("record", "--out", "t", *words)
+    assert result.exit_code in (1, 2)
+    assert re.search(message, " ".join(result.output.split())), result.output
+    assert not (tmp_path / "t").exists()
 
 
 def test_sweep_command_gives_the_same_with_processes(run, traces, tmp_path):
