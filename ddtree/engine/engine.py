@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddtree.arrays import array_namespace, dtype_name, import_array, to_numpy, use_stream_of
+from ddtree.arrays import array_namespace, dtype_name, export_array, import_array, to_numpy, use_stream_of
 from ddtree.backends import get_backend
 from ddtree.checks import INT32_MAX, integer, real
 from ddtree.engine.cache import PagedCache
@@ -547,8 +547,9 @@ class _Run:
             self.emissions.append(Emission(request, tokens, sequence.finish_reason if finished else None))
             if not finished:
                 # Of the rows that the pass wrote, the next draft sees the kept ones, wherever in the tree they stood.
+                shown = {layer: hidden_states[layer] for layer in self.hidden_layers}
                 nodes = self.xp.asarray(path)
-                self.hidden_states[request] = {layer: hidden_states[layer][b, nodes] for layer in self.hidden_layers}
+                self.hidden_states[request] = {i: states[b, export_array(nodes, states)] for i, states in shown.items()}
 
     def _native(self, array: Any) -> Any:
         """``array`` as the kind that the target's cache is, C-contiguous."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree.arrays import array_kind, import_array, to_numpy
+from ddtree.arrays import array_kind, import_array, to_numpy, use_stream_of
 from ddtree.checks import FLOATS
 from ddtree.engine import Emission, Engine, Generation
 from ddtree.interop.huggingface_cache import CacheView, ModelCache, layer_kinds
@@ -162,7 +162,8 @@ class DDTreeDecoder(Engine):
     def stop_token_ids(self) -> list[int]:
         """The tokens that end a request where none are given: those of the model's generation config."""
         configured = getattr(getattr(self.target.model, "generation_config", None), "eos_token_id", None)
-        return [] if configured is None else [configured] if isinstance(configured, int) else list(configured)
+        tokens = [] if configured is None else [configured] if isinstance(configured, int) else list(configured)
+        return [token for token in tokens if 0 <= token < self.vocab_size]  # others are never chosen
 
     def prompt_rows(self, prompts: Any, attention_mask: Any = None) -> list[Any]:
         """Return each prompt's tokens, without padding, on the host; the arguments are those of :meth:`generate`."""
@@ -254,21 +255,21 @@ class HuggingFaceTarget:
         """Return the logits after each node, and append the nodes' keys; without the last slots, if none is in use."""
         import torch
 
-        host = _used_slots(tree, keep_all=cache.cache.static is not None and not last_only)
+        host = _used_slots(tree, keep_all=cache.owner.static is not None and not last_only)
         used = np.arange(host.num_slots) < host.node_counts[:, None]
         depths = np.where(used, host.depths, 0)
         inputs: dict[str, Any] = {
             "input_ids": self._sent(np.where(used, host.token_ids, host.token_ids[:, :1])),
             "position_ids": self._sent(self._positions(cache.host_prefix_lens[:, None] + depths)),
             # a prompt is what the model is made for: its own causal mask is right, and takes no memory
-            "attention_mask": None if _is_prompt(host, cache) else cache.cache.masks(host, cache),
-            "cache" if "cache" in self._parameters else "past_key_values": cache.cache.cache,
+            "attention_mask": None if _is_prompt(host, cache) else cache.owner.masks(host, cache),
+            "cache" if "cache" in self._parameters else "past_key_values": cache.owner.past,
             "use_cache": True,
             "return_dict": True,
         }
         last = host.node_counts - 1
-        rows, place = np.unique(last, return_inverse=True)
         if last_only and "logits_to_keep" in self._parameters:
+            rows, last = np.unique(last, return_inverse=True)
             inputs["logits_to_keep"] = self._sent(rows)
         if "output_router_logits" in self._parameters:
             inputs["output_router_logits"] = False  # their loss would read a 4-D mask as a padding mask
@@ -276,8 +277,7 @@ class HuggingFaceTarget:
             output = self.model(**inputs)
         logits = output.logits
         if last_only:
-            kept = place if "logits_to_keep" in self._parameters else last
-            logits = logits[torch.arange(len(last), device=logits.device), self._sent(kept)][:, None]
+            logits = logits[torch.arange(len(last), device=logits.device), self._sent(last)][:, None]
         return TargetOutput(import_array(logits.contiguous()), hidden_states(output))
 
     def _positions(self, positions: NDArray[Any]) -> NDArray[Any]:
@@ -346,18 +346,16 @@ class HuggingFaceTarget:
             return  # too few tokens to tell a tree's paths apart by
         name = type(self.model).__name__
         first, root, other, child = (np.arange(4) * (self.vocab_size // 4)).tolist()
+        tree, path = tree_from_parents([[root, other, child]], [[-1, 0, 0]]), [[first, root, child]]
         cache = self.open_cache([8])
         try:
-            self.forward(chain_tree([[first]]), cache.view([0], np.zeros(1, np.int32), 1), last_only=True)
-            tree = tree_from_parents([[root, other, child]], [[-1, 0, 0]])
-            logits = self.forward(tree, cache.view([0], np.ones(1, np.int32), 3)).logits
-            with torch.no_grad():
-                path = torch.tensor([[first, root, child]], device=self.device)
-                alone = self.model(input_ids=path, use_cache=False).logits
+            with use_stream_of(cache.like), torch.no_grad():
+                self.forward(chain_tree([[first]]), cache.view([0], np.zeros(1, np.int32), 1), last_only=True)
+                inside = to_numpy(self.forward(tree, cache.view([0], np.ones(1, np.int32), 3)).logits)
+                alone = to_numpy(self.model(input_ids=self._sent(np.array(path)), use_cache=False).logits.contiguous())
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             raise ValueError(f"model {name} cannot check a draft tree: {error}") from error
-        got = to_numpy(logits)[0, 2].astype(np.float64)
-        wanted = to_numpy(alone.contiguous())[0, 2].astype(np.float64)
+        got, wanted = inside[0, 2].astype(np.float64), alone[0, 2].astype(np.float64)
         apart = float(np.abs(got - wanted).max())
         # as far as two passes of other shapes may differ by rounding
         allowed = max(1e-3, torch.finfo(self.model.dtype).eps ** 0.5) * float(np.abs(wanted).max())
@@ -375,7 +373,7 @@ def _imported() -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"DDTreeDecoder needs torch and transformers ({error}): pip install torch transformers"
+            f"DDTreeDecoder needs torch and transformers ({error}): pip install 'ddtree[huggingface]'"
         ) from error
 
 
@@ -396,7 +394,8 @@ def _checked_forward(model: Any) -> frozenset[str]:
             f"model must give logits of the next token, got {name}, which has no output embeddings: load it with "
             "AutoModelForCausalLM.from_pretrained(...)"
         )
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # an adapter passes arguments on
+    base = getattr(model, "_orig_mod", model)  # compiled models and adapters pass all arguments on
+    base = base.get_base_model() if hasattr(base, "get_base_model") else base
     parameters = frozenset(inspect.signature(base.forward).parameters)
     missing = [p for p in ("input_ids", "attention_mask", "position_ids") if p not in parameters]
     if not parameters & {"cache", "past_key_values"}:

@@ -56,7 +56,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
             why = (
                 "sees tokens by their place in the cache"
                 if "chunk" in name
-                else "keeps a state of all that it has seen"
+                else "keeps a state beside each token's key and value, or in place of them,"
             )
             raise ValueError(
                 f"model has a layer of {name!r} (config.layer_types[{i}]), which {why} and cannot be cut back to the "
@@ -71,8 +71,8 @@ class CacheView:
 
     Attributes
     ----------
-    cache : ModelCache
-        The cache.
+    owner : ModelCache
+        Whose view it is.
     prefix_lens : array, int32, shape (B,)
         Committed rows of each request, where the rounds work.
     host_prefix_lens : array, int32, shape (B,)
@@ -81,7 +81,7 @@ class CacheView:
         Row of every root: the greatest prefix length.
     """
 
-    cache: ModelCache
+    owner: ModelCache
     prefix_lens: Any
     host_prefix_lens: NDArray[np.int32]
     tree_row: int
@@ -92,7 +92,7 @@ class ModelCache:
 
     Parameters
     ----------
-    cache : transformers.Cache
+    past : transformers.Cache
         Empty. Its layers are dynamic or static ones. Sliding-window layers, which would drop keys that are still needed
         when a draft is turned down, are replaced by layers that keep all; of the dynamic ones, what no window reaches
         any more is dropped between passes.
@@ -111,10 +111,10 @@ class ModelCache:
         A cache that cannot be compacted, or is too small or in use.
     """
 
-    def __init__(self, cache: Any, kinds: list[LayerKind], requests: int, rows: int, like: Any) -> None:
-        self.cache, self.kinds, self.like = cache, kinds, like
+    def __init__(self, past: Any, kinds: list[LayerKind], requests: int, rows: int, like: Any) -> None:
+        self.past, self.kinds, self.like = past, kinds, like
         self.requests = list(range(requests))
-        self.static = _adopt(cache, rows)
+        self.static = _adopt(past, rows)
         self.dropped = 0  # rows that the windowed layers no longer hold
         self._host_like = like.new_empty(0, device="cpu")
         self._xp = array_namespace(import_array(like))
@@ -171,7 +171,7 @@ class ModelCache:
 
     def _layers(self) -> list[tuple[Any, LayerKind, int]]:
         """Each layer that holds keys, its kind, and how many of its first rows are dropped."""
-        layers = zip(self.cache.layers, self.kinds, strict=False)  # made in the first pass, where not before
+        layers = zip(self.past.layers, self.kinds, strict=False)  # made in the first pass, where not before
         return [
             (layer, kind, self.dropped if kind.window is not None else 0)
             for layer, kind in layers
