@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddtree.analysis.figures import BLUE, GREY, INK, save
+from ddtree.analysis.figures.style import BLUE, GREY, INK, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
