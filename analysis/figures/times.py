@@ -66,7 +66,7 @@ def plot_roofline(
     x = np.geomspace(intensity.min() / 2, intensity.max() * 2, 64)
     roof = np.fmin(x * gb_per_s / 1e3, tflop_per_s)
     ax.plot(x, x * gb_per_s / 1e3, color=GREY, linestyle=":", linewidth=1, gid="memory")
-    ax.plot(x, roof, color=INK, linewidth=1.4, label="measured ceilings", gid="arithmetic")
+    ax.plot(x, roof, color=INK, linewidth=1.4, label="copy and matmul, this run", gid="arithmetic")
     for k, name in enumerate(dict.fromkeys(name for *_, times in rows for name in times)):
         places = [(f / m, f / times[name] / 1e6) for _, f, m, times in rows if name in times]
         colour, marker = MARKS[k % len(MARKS)]
