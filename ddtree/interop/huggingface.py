@@ -340,31 +340,37 @@ class HuggingFaceTarget:
 
     def _probe(self) -> None:
         """Run a small tree, and see that what comes out after a path is what comes out after it alone."""
-        import torch
-
         if self.vocab_size < 4:
             return  # too few tokens to tell a tree's paths apart by
-        name = type(self.model).__name__
-        first, root, other, child = (np.arange(4) * (self.vocab_size // 4)).tolist()
-        tree, path = tree_from_parents([[root, other, child]], [[-1, 0, 0]]), [[first, root, child]]
+        for shift in range(3):  # once in a while a router's choice turns on a rounding, and not for all tokens
+            apart, allowed = self._apart(np.arange(4) * (self.vocab_size // 4) + shift % (self.vocab_size // 4))
+            if apart <= allowed:
+                return
+        raise ValueError(
+            f"model {type(self.model).__name__} does not attend as a 4-D attention_mask and position_ids say: after a "
+            f"path of a tree its logits are {apart:.3g} from those after the path alone, and may be {allowed:.3g}; "
+            "use a model whose forward heeds both"
+        )
+
+    def _apart(self, tokens: NDArray[Any]) -> tuple[float, float]:
+        """How far the logits after a tree's path are from those after the path alone, and how far they may be."""
+        import torch
+
+        first, root, other, child = tokens.tolist()
+        tree, path = tree_from_parents([[root, other, child]], [[-1, 0, 0]]), np.array([[first, root, child]])
         cache = self.open_cache([8])
         try:
             with use_stream_of(cache.like), torch.no_grad():
                 self.forward(chain_tree([[first]]), cache.view([0], np.zeros(1, np.int32), 1), last_only=True)
                 inside = to_numpy(self.forward(tree, cache.view([0], np.ones(1, np.int32), 3)).logits)
-                alone = to_numpy(self.model(input_ids=self._sent(np.array(path)), use_cache=False).logits.contiguous())
+                alone = to_numpy(self.model(input_ids=self._sent(path), use_cache=False).logits.contiguous())
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            name = type(self.model).__name__
             raise ValueError(f"model {name} cannot check a draft tree: {error}") from error
         got, wanted = inside[0, 2].astype(np.float64), alone[0, 2].astype(np.float64)
-        apart = float(np.abs(got - wanted).max())
         # as far as two passes of other shapes may differ by rounding
-        allowed = max(1e-3, torch.finfo(self.model.dtype).eps ** 0.5) * float(np.abs(wanted).max())
-        if not apart <= allowed:
-            raise ValueError(
-                f"model {name} does not attend as a 4-D attention_mask and position_ids say: after a path of a tree "
-                f"its logits are {apart:.3g} from those after the path alone, and may be {allowed:.3g}; use a model "
-                "whose forward heeds both"
-            )
+        allowed = max(1e-3, torch.finfo(self.model.dtype).eps ** 0.5) * np.abs(wanted).max()
+        return float(np.abs(got - wanted).max()), float(allowed)
 
 
 def _imported() -> None:
