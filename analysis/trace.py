@@ -47,6 +47,8 @@ With vLLM, the same from two of its models; requests are batched by vLLM itself:
 
 .. code-block:: python
 
+    import numpy as np
+    from ddtree.analysis.trace import TraceWriter
     from vllm import LLM, SamplingParams, TokensPrompt
 
     def record_vllm(target, drafter, prompts, path, depth=4, topk=8, max_new_tokens=32):
@@ -67,6 +69,9 @@ With vLLM, the same from two of its models; requests are batched by vLLM itself:
 With SGLang, ``drafter`` and ``target`` being ``sglang.Engine``:
 
 .. code-block:: python
+
+    import numpy as np
+    from ddtree.analysis.trace import TraceWriter
 
     def record_sglang(target, drafter, vocab_size, prompts, path, depth=4, topk=8, max_new_tokens=32):
         greedy = {"temperature": 0, "max_new_tokens": max_new_tokens}
@@ -360,7 +365,8 @@ class TraceWriter:
     Parameters
     ----------
     path : str or os.PathLike
-        The folder, made if it is not there. One that holds an unfinished trace of the same manifest is continued.
+        The folder, made if it is not there. One that holds an unfinished trace of the same manifest is continued; a
+        finished one is left as it is, if ``prompts`` tells that it is of the same.
     vocab_size, depth, topk : int
         V, L and K.
     max_new_tokens : int
@@ -378,7 +384,8 @@ class TraceWriter:
     Raises
     ------
     ValueError, TypeError
-        An argument by name; or the folder holds a finished trace, or one of another manifest, whose field is named.
+        An argument by name; or the folder holds a trace of another manifest, whose field is named, or a finished one of
+        which nobody knows the prompts.
     """
 
     def __init__(
@@ -421,6 +428,8 @@ class TraceWriter:
         self.folder = Path(path)
         self.num_chunks = self._begin()
         self.num_prompts = self.num_chunks * self.manifest.prompts_a_chunk
+        if self.manifest.complete:
+            self.num_prompts = self.manifest.num_prompts
         self._held: list[tuple[str, NDArray[np.int32], int, NDArray[np.float32], NDArray[Any]]] = []
 
     def _begin(self) -> int:
@@ -432,14 +441,19 @@ class TraceWriter:
                 raise ValueError(f"{self.folder}: must be empty or a trace, got chunks without {MANIFEST}")
             return 0
         there = _read_manifest(path)
-        if there.complete:
-            raise ValueError(f"{path}: must be of an unfinished trace, this one is complete: choose another folder")
         for f in fields(Manifest):
             old, new = getattr(there, f.name), getattr(self.manifest, f.name)
             if f.name not in ("num_prompts", "version") and old != new:
+                wanted, got = ("those", "others") if f.name == "prompts" else (f"{old!r}, as", repr(new))
                 raise ValueError(
-                    f"{path}: {f.name} must be {new!r} to go on with this recording, got {old!r}: choose another folder"
+                    f"{path}: {f.name} must be {wanted} of the recording that is there, to go on with it, got {got}: "
+                    "choose another folder"
                 )
+        if there.complete:
+            if not there.prompts:
+                raise ValueError(f"{path}: must be of an unfinished trace, this one is complete: choose another folder")
+            self.manifest = there
+            return len(chunks)
         if chunks != [_chunk_path(self.folder, i) for i in range(len(chunks))]:
             raise ValueError(f"{self.folder}: chunks must be numbered without a gap, got {chunks[-1].name} as the last")
         for chunk in chunks:
@@ -478,9 +492,13 @@ class TraceWriter:
         Raises
         ------
         ValueError, TypeError
-            By name and place; nothing is added then.
+            By name and place, or the trace is complete; nothing is added then.
         """
         m, what = self.manifest, f"prompt {self.num_prompts}"
+        if m.complete:
+            raise ValueError(
+                f"{self.folder}: the trace is complete, with {m.num_prompts} prompts: nothing can be added"
+            )
         row = token_row(f"tokens of {what}", tokens, m.vocab_size)
         prompt_len = integer(f"prompt_len of {what}", prompt_len, 1, len(row) - 1, "one token must be new")
         new = row[prompt_len:]
@@ -513,6 +531,8 @@ class TraceWriter:
 
     def close(self) -> None:
         """Write what is left and mark the trace complete."""
+        if self.manifest.complete:
+            return
         if self._held:
             self._flush()
         self.manifest = replace(self.manifest, num_prompts=self.num_prompts)
@@ -554,6 +574,33 @@ class TraceWriter:
         with atomic_write(self.folder / MANIFEST) as file:
             file.write(json.dumps({"format": FORMAT} | asdict(self.manifest), indent=1, ensure_ascii=False).encode())
             file.write(b"\n")
+
+
+def check_same_prompts(folder: Path, digest: str, prompts: Sequence[NDArray[np.int32]]) -> None:
+    """Say in words how prompts differ from those of the trace in ``folder``, if there is one and they do.
+
+    A manifest has no more than the digest of its prompts, but the chunks have those that were recorded.
+    """
+    path = folder / MANIFEST
+    there = _read_manifest(path) if path.exists() else None
+    if there is None or there.prompts == digest:
+        return
+    recorded = [
+        chunk.prompt_tokens(p)[: chunk.prompt_lens[p]]
+        for chunk in Trace(there, sorted(folder.glob("chunk-*.kdtr")), folder.name)
+        for p in range(chunk.num_prompts)
+    ]
+    other = [p for p, (old, new) in enumerate(zip(recorded, prompts, strict=False)) if not np.array_equal(old, new)]
+    if other:
+        how = f"prompts[{other[0]}] has other tokens"
+    elif there.complete or len(recorded) > len(prompts):
+        how = f"{len(prompts)} instead of {len(recorded)}{'' if there.complete else ' or more'}, as far as they go the same"
+    else:
+        how = f"the first {len(recorded)} are the same, and behind them their number or their tokens are not"
+    raise ValueError(
+        f"{path}: prompts must be those of the recording that is there, to go on with it, got others ({how}): "
+        "choose another folder"
+    )
 
 
 def _share(name: str, value: Any) -> float:

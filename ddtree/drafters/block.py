@@ -238,6 +238,11 @@ class BlockDrafter:
             f"BlockDrafter({c.num_hidden_layers} layers, hidden {c.hidden_size}, block {c.block_size}, {self._dtype})"
         )
 
+    @property
+    def max_depth(self) -> int:
+        """The most tokens that it drafts: a block's, but for the root."""
+        return self.config.block_size - 1
+
     def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[Any, Any]:
         """Return log-probs and token ids of shape (B, depth, topk); see :class:`ddtree.protocols.Drafter`.
 
@@ -248,10 +253,10 @@ class BlockDrafter:
             since the last draft.
         """
         c, xp = self.config, self._xp
-        if depth > c.block_size - 1:
+        if depth > self.max_depth:
             raise ValueError(
-                f"depth must be at most {c.block_size - 1} for this drafter, whose block of {c.block_size} holds the "
-                f"root and {c.block_size - 1} masks, got {depth}: make the engine with depth={c.block_size - 1}"
+                f"depth must be at most {self.max_depth} for this drafter, whose block of {c.block_size} holds the "
+                f"root and {self.max_depth} masks, got {depth}: make the engine with depth={self.max_depth}"
             )
         for request in (*context.began, *context.ended):
             self._contexts.pop(request, None)

@@ -428,9 +428,14 @@ def test_record_command_records_what_the_function_does(run, tmp_path):
         assert np.array_equal(getattr(chunk, f.name), getattr(expected, f.name)), f.name
     manifest = open_trace("t").manifest
     assert (manifest.target, manifest.drafter, manifest.stop_token_ids) == ("python-5m", "block drafter", (0,))
-    again = run(*words)
-    assert again.exit_code == 2
-    assert "this one is complete: choose another folder" in again.output
+    again = run(*words, "--limit", 2)
+    assert again.exit_code == 0, again.output
+    assert again.stdout == "t is already complete: nothing was left to record\n" + result.stdout
+    more = run(*words)
+    assert more.exit_code == 2
+    assert "got others (3 instead of 2, as far as they go the same): choose another folder" in " ".join(
+        more.output.split()
+    )
     held = run("record", "--held-out", "--limit", 1, "--drafter", "ngram", "--max-new-tokens", 2, "--out", "h")
     assert held.exit_code == 0, held.output
     [chunk] = open_trace("h")
@@ -442,9 +447,9 @@ def test_record_command_records_what_the_function_does(run, tmp_path):
     "words, message",
     [
         ([], r"give PROMPTS, or --held-out for the pair's own"),
-        (["p.jsonl", "--held-out"], r"give PROMPTS, or --held-out for the pair's own"),
+        (["p.jsonl", "--held-out"], r"give PROMPTS or --held-out, got both: leave one of them out"),
         (["p.jsonl", "--topk", "2049"], r"topk must be in 1 … 2048 \(the vocabulary size\), got 2049"),
-        (["p.jsonl", "--depth", "8"], r"depth"),
+        (["p.jsonl", "--depth", "8"], r"Error: --depth must be at most 7, all that the block drafter drafts, got 8"),
         (["p.jsonl", "--top-p", "2"], r"top_p must be over 0 and at most 1, got 2.0"),
         (["q.jsonl"], r"q.jsonl:1: must be JSON"),
         (["none.jsonl"], r"none.jsonl: No such file"),
