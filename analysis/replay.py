@@ -22,7 +22,15 @@ from ddtree.analysis.rounds import RoundTable, concatenate_rounds, round_rows
 from ddtree.analysis.trace import Trace, TraceChunk
 from ddtree.checks import INT32_MAX, integer
 from ddtree.ops import accept_tree
-from ddtree.policies import BestFirst, Limited, StaticTree, check_policy_tree, likeliest_rank_paths, static_tree
+from ddtree.policies import (
+    BestFirst,
+    Limited,
+    StaticTree,
+    check_policy,
+    check_policy_tree,
+    likeliest_rank_paths,
+    static_tree,
+)
 from ddtree.protocols import Policy
 
 __all__ = ["fit_static_tree", "passes_of", "rank_rates", "replay", "replay_all"]
@@ -288,8 +296,7 @@ class _PolicyPass:
             roots = part.new_tokens[part.new_offsets[prompts] + i]
             draft = part.log_probs[rows], part.draft_token_ids[rows].astype(np.int32), roots
             prefix_len = part.prompt_lens[prompts] + i
-            tree = self.policy(*draft, prefix_len.astype(np.int32))
-            check_policy_tree(self.policy, tree, *draft)
+            tree = check_policy_tree(self.policy, self.policy(*draft, prefix_len.astype(np.int32)), *draft)
             # Off the path a choice is asked of no node, so that each node may be given the token of its depth.
             after = i[:, None] + 1 + np.maximum(tree.depths, 0)
             places = part.new_offsets[prompts][:, None] + np.minimum(after, total[prompts][:, None] - 1)
@@ -308,11 +315,7 @@ def passes_of(policies: Sequence[Policy], depth: int, topk: int) -> list[_BestFi
     groups: dict[Any, list[tuple[int, BestFirst]]] = {}
     passes: list[_BestFirstPass | _PolicyPass] = []
     for j, policy in enumerate(policies):
-        if not callable(policy) or not hasattr(policy, "budget"):
-            raise TypeError(
-                f"policies[{j}] must be callable as (log_probs, token_ids, root_token_ids, prefix_lens) and have a "
-                f"budget, got {type(policy).__name__}"
-            )
+        check_policy(f"policies[{j}]", policy)
         inner, limits = policy, [depth, topk]
         while isinstance(inner, Limited):
             limits = [

@@ -594,7 +594,8 @@ def check_same_prompts(folder: Path, digest: str, prompts: Sequence[NDArray[np.i
     if other:
         how = f"prompts[{other[0]}] has other tokens"
     elif there.complete or len(recorded) > len(prompts):
-        how = f"{len(prompts)} instead of {len(recorded)}{'' if there.complete else ' or more'}, as far as they go the same"
+        number = f"{len(recorded)}{'' if there.complete else ' or more'}"
+        how = f"{len(prompts)} instead of {number}, as far as they go the same"
     else:
         how = f"the first {len(recorded)} are the same, and behind them their number or their tokens are not"
     raise ValueError(

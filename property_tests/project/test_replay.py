@@ -51,6 +51,13 @@ class EveryOther:
         return first_nodes(tree, 1 + kept)
 
 
+def tempered(log_probs, token_ids, root_token_ids, prefix_lens):
+    """A function of one's own, whose scores are not the draft's."""
+    return build_tree(log_probs * 0.5, token_ids, root_token_ids, budget=tempered.budget)  # type: ignore[attr-defined]
+
+
+tempered.budget = 7  # type: ignore[attr-defined]
+
 POLICIES = [
     *(fixed_budget(b) for b in (0, 1, 2, 5, 9, 40)),
     *(confidence(20, 0.05), confidence(6, 0.3), cost_aware(30, COSTS), cost_aware(3, COSTS)),
@@ -61,6 +68,7 @@ POLICIES = [
     ),
     *(chain(3), all_children(9, 3), spine_first(7), static_tree([(0,), (1,), (0, 0)]), limited(chain(3), depth=2)),
     EveryOther(),
+    tempered,
 ]
 
 
@@ -293,7 +301,7 @@ class Greedy:
         (
             lambda t: replay(t, fixed_budget),
             TypeError,
-            r"policies\[0\] must be callable .* have a budget, got function",
+            r"policies\[0\] must be callable .* have a budget, .* got function fixed_budget without one",
         ),
         (lambda t: replay(t, chain(2), max_new_tokens=17), ValueError, r"max_new_tokens must be in 1 … 16 .*, got 17"),
         (lambda t: replay(t, chain(2), max_new_tokens=0), ValueError, r"max_new_tokens must be in 1 … 16 .*, got 0"),
