@@ -322,6 +322,13 @@ def test_what_cannot_be_replayed_is_named(pair, call, error, message):
         call(pair[2])
 
 
+def test_rounds_print_as_a_line(pair):
+    table = replay(pair[2], fixed_budget(5))
+    assert repr(table) == str(table) == f"RoundTable({len(table)} rounds of 4 prompts, L = 3, τ = {table.tau:.2f})"
+    assert repr(table.take([0])) == f"RoundTable(1 round of 1 prompt, L = 3, τ = {table.tokens[0]:.2f})"
+    assert repr(table.take([])) == "RoundTable(0 rounds of 0 prompts, L = 3)"
+
+
 def test_trace_of_no_drafts_has_no_rounds(tmp_path):
     trace = record(AttentionTarget(), NgramDrafter(), [[1]], tmp_path / "t", max_new_tokens=1, topk=4)
     for policy in (fixed_budget(4), chain(2)):

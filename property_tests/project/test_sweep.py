@@ -226,6 +226,11 @@ def test_dask_cluster_gives_the_same_and_a_killed_worker_loses_nothing(traces, t
     assert (tmp_path / "flag").exists()  # a worker did die
 
 
+def test_one_trace_needs_no_list(traces):
+    grid = {"chain": [chain(2)]}
+    assert sweep(traces[0], grid).records() == sweep(traces[:1], grid).records()
+
+
 def test_tables_are_written_whole_and_tidy(traces, tmp_path):
     table = sweep(traces, GRID)
     single = sweep(traces[:1], {"tree": [fixed_budget(3)]}, max_new_tokens=1)  # no round, no tau
