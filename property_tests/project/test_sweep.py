@@ -408,6 +408,29 @@ def test_sweep_command_writes_tables_figures_and_cells(run, traces, tmp_path, mo
     assert sorted(counting.names) == ["fixed_budget(8)", *(f"spine_first({b})" for b in (1, 16, 4, 8))]
 
 
+def test_sweep_command_says_what_is_in_sample_and_where_the_record_was_too_narrow(run, traces):
+    folders = [trace._chunks[0].parent for trace in traces]
+    words = ["--out", "out", "--budgets", "0,3,40", "--policy", "tree", "--policy", f"static:{folders[1]}"]
+    told = run("sweep", *folders, *words).stdout  # figures from budget 0 on draw without a warning
+    assert "used K − 1: rounds whose tree has a candidate of the last rank that the policy sees." in told
+    assert f"static:{folders[1]} was fitted to random itself: its τ there is in-sample, and flattered." in told
+    assert "n-gram itself" not in told
+    [listed] = re.findall(r"More than 5% of the rounds used the last rank, .* their trees: (.*)\.\n", told)
+    cells = json.loads(Path("out/sweep.json").read_text())["cells"]
+    wide = [r for r in cells if r["used_last_rank"] > 0.05 * r["n_rounds"]]
+    assert 0 < len(wide) < len(cells)
+    named = {f"{series} of {budget}" for series, _, those in (part.rpartition(" of ") for part in listed.split("; "))
+             for budget in those.split(", ")}  # fmt: skip
+    assert named == {f"{r['policy']} on {r['trace']} of {r['budget']}" for r in wide}
+    alone = run("sweep", folders[1], "--out", "one", "--budgets", "1", "--policy", "tree").stdout
+    assert "More than" not in alone
+    assert "itself" not in alone
+    told = " ".join(run("sweep", "--help").stdout.split())
+    assert "FILE is the JSON that ddtree.costs.CostModel.save writes" in told
+    assert "ddtree.costs.measure_passes" in told
+    assert 'The column "used K − 1" is the share of the rounds' in told
+
+
 def test_sweep_command_without_a_trace_takes_the_shipped_one(run, tmp_path):
     result = run("sweep", "--budgets", "64", "--out", "out")
     assert result.exit_code == 0, result.output
