@@ -274,7 +274,8 @@ class BlockDrafter:
         if known.length + len(features) != committed:
             raise ValueError(
                 f"hidden_states of request {request} must have {committed - known.length} rows, those committed since "
-                f"its last draft, got {len(features)}"
+                f"its last draft, got {len(features)}: a drafter serves one generation at a time, so two that run "
+                "side by side need one each"
             )
         features = features[max(0, len(features) - known.window) :]
         rows = rms_norm(features @ self._fc.T, self._hidden_norm, eps=self.config.rms_norm_eps)
