@@ -297,7 +297,8 @@ class _PolicyPass:
             roots = part.new_tokens[part.new_offsets[prompts] + i]
             draft = part.log_probs[rows], part.draft_token_ids[rows].astype(np.int32), roots
             prefix_len = part.prompt_lens[prompts] + i
-            tree = self.policy(*(a.copy() for a in draft), prefix_len.astype(np.int32))  # copies, as the engine gives
+            log_probs, token_ids, _ = (a.copy() for a in draft)  # copies, as the engine gives
+            tree = self.policy(log_probs, token_ids, roots.copy(), prefix_len.astype(np.int32))
             check_policy_tree(self.policy, tree, *draft, budget=self.budget)
             # Off the path a choice is asked of no node, so that each node may be given the token of its depth.
             after = i[:, None] + 1 + np.maximum(tree.depths, 0)

@@ -22,6 +22,7 @@ from ddtree.model import DeepseekV3
 from ddtree.model.layers import rms_norm, rope_cos_sin, rope_frequencies, rotate_halves, swiglu
 from ddtree.ops import topk_log_probs
 from ddtree.protocols import DraftContext
+from ddtree.threads import SMALL, small_products_on_one_thread
 
 __all__ = ["BlockConfig", "BlockDrafter", "load_block_drafter", "save_block_drafter"]
 
@@ -238,6 +239,12 @@ class BlockDrafter:
             f"BlockDrafter({c.num_hidden_layers} layers, hidden {c.hidden_size}, block {c.block_size}, {self._dtype})"
         )
 
+    @property
+    def small_products(self) -> bool:
+        """Whether its products on the host are too small to share between threads (see :mod:`ddtree.threads`)."""
+        return self.config.hidden_size < SMALL and self._xp is np
+
+    @small_products_on_one_thread
     def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[Any, Any]:
         """Return log-probs and token ids of shape (B, depth, topk); see :class:`ddtree.protocols.Drafter`.
 
