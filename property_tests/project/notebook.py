@@ -57,11 +57,14 @@ def run(notebook: Any) -> None:
 
 
 def _outputs(source: str, number: int, namespace: dict[str, Any]) -> list[Any]:
-    body = ast.parse(source).body
-    last = body.pop().value if body and isinstance(body[-1], ast.Expr) else None
+    body, shown = ast.parse(source).body, None
+    last = body[-1] if body else None
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(ast.Module(body, []), f"<cell {number}>", "exec"), namespace)
-        shown = None if last is None else eval(compile(ast.Expression(last), f"<cell {number}>", "eval"), namespace)
+        if isinstance(last, ast.Expr):
+            exec(compile(ast.Module(body[:-1], []), f"<cell {number}>", "exec"), namespace)
+            shown = eval(compile(ast.Expression(last.value), f"<cell {number}>", "eval"), namespace)
+        else:
+            exec(compile(ast.Module(body, []), f"<cell {number}>", "exec"), namespace)
     outputs: list[Any] = []
     if printed.getvalue():
         outputs.append({"name": "stdout", "output_type": "stream", "text": _lines(printed.getvalue())})
