@@ -48,17 +48,17 @@ toc_object_entries_show_parents = "hide"
 numpydoc_show_class_members = False
 
 PAGE_OF = {
-    "analysis/benchmarks/results/h200/NOTES.md": "benchmarks",
-    "analysis/benchmarks/results/h200/bench.md": "benchmarks",
-    "ddtree/include/kdtr.hpp": "file-formats",
-    "ddtree/pairs/python-5m/MODEL_CARD.md": "model-card",
-    "ddtree/pairs/python-5m/NOTICES.md": "model-card",
-    "ddtree/protocols.py": "api/ddtree.protocols",
-    "kernels/cupy/RESOURCES.md": "gpu",
-    "property_tests/FIELD_CASES.md": "field-cases",
-    "property_tests/project/mutants/EQUIVALENT.md": "mutants",
-    "property_tests/project/mutants/RESULTS.md": "mutants",
-    "reference": "api/ddtree.reference",
+    "analysis/benchmarks/results/h200/NOTES.md": "benchmarks.md#reading-these-figures",
+    "analysis/benchmarks/results/h200/bench.md": "benchmarks.md#all-sizes",
+    "ddtree/include/kdtr.hpp": "file-formats.md#kdtr",
+    "ddtree/pairs/python-5m/MODEL_CARD.md": "model-card.md",
+    "ddtree/pairs/python-5m/NOTICES.md": "model-card.md#notices",
+    "ddtree/protocols.py": "api/ddtree.protocols.rst",
+    "kernels/cupy/RESOURCES.md": "gpu.md#what-the-cuda-c-kernels-need",
+    "property_tests/FIELD_CASES.md": "field-cases.md",
+    "property_tests/project/mutants/EQUIVALENT.md": "mutants.md",
+    "property_tests/project/mutants/RESULTS.md": "mutants.md",
+    "reference": "api/ddtree.reference.rst",
 }
 """Where the site has what a file of the project links to."""
 
@@ -78,8 +78,7 @@ def links_of_the_site(app: Sphinx, path: Path, page: str, content: list[str]) ->
             return f"[{link['text']}](/{target.name})"
         if name not in PAGE_OF:
             raise ValueError(f"{path} links to {name}: say in PAGE_OF which page of the site has it")
-        where = PAGE_OF[name]
-        return f"[{link['text']}](/{where}{'.rst' if where.startswith('api/') else '.md'})"
+        return f"[{link['text']}](/{PAGE_OF[name]})"
 
     content[0] = re.sub(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s#]+)\)", moved, content[0])
 
@@ -111,6 +110,20 @@ def _thing(name: str) -> Any:
             found = getattr(found, part, None)
         return found
     return None
+
+
+def drop_links_to_nothing(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+    """Take away a source page's links back to what is documented under another name or nowhere."""
+    if not pagename.startswith("_modules/"):
+        return
+    documented = app.env.get_domain("py").objects
+
+    def kept(link: re.Match[str]) -> str:
+        entry = documented.get(link["name"])
+        return link[0] if entry and f"{entry.docname}.html" in link["page"] else ""
+
+    pattern = r'<a class="viewcode-back" href="(?P<page>[^"#]*)#(?P<name>[^"]*)">.*?</a>'
+    context["body"] = re.sub(pattern, kept, context["body"])
 
 
 def make_figures(app: Sphinx) -> None:
@@ -145,4 +158,5 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", make_figures)
     app.connect("include-read", links_of_the_site)
     app.connect("missing-reference", documented_name)
+    app.connect("html-page-context", drop_links_to_nothing)
     app.connect("build-finished", list_external_links)

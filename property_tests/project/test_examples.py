@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ddtree.property_tests.project import notebook
+from ddtree.property_tests.project import notebook, pages
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "analysis" / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "__init__")
@@ -28,6 +28,14 @@ def run(name: str, folder: Path, *arguments: str | Path) -> str:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def assert_shown_on(page: str, told: str) -> None:
+    """What the page shows below the example, up to a … in its first line, is what the example prints."""
+    shown = next(f.group(3) for f in pages.fences((pages.DOCS / page).read_text()) if f.group(2) == "text").splitlines()
+    width = shown[0].index("…") if "…" in shown[0] else None
+    printed = [line[:width].rstrip() for line in told.splitlines() if line.strip()]
+    assert [line[:width].rstrip() for line in shown if line.strip()] == printed
 
 
 def test_the_package_lists_each_and_no_other() -> None:
@@ -47,6 +55,7 @@ def test_the_notebook_has_40_lines_of_code_at_most() -> None:
 
 def test_own_kernel_is_right(tmp_path: Path) -> None:
     told = run("own_kernel", tmp_path)
+    assert_shown_on("kernel-author.md", told)
     assert re.search(r"visibility_words +200 +0 +ok", told)
     assert told.endswith("own_kernel agrees with the reference.\n")
 
@@ -62,6 +71,7 @@ def test_own_kernel_with_a_bug_is_not(tmp_path: Path) -> None:
 
 def test_own_policy_lies_between_the_budgets_that_it_chooses_from(tmp_path: Path) -> None:
     told = run("own_policy", tmp_path)
+    assert_shown_on("examples.md", told)
     taus = {}
     for label in ("chain(7)", "fixed_budget(16)", "16 where p > 0.9, else 64", "fixed_budget(64)"):
         (tau,) = re.findall(rf"^ *{re.escape(label)} +\d+ +([\d.]+) ", told, re.M)
