@@ -112,6 +112,11 @@ def _thing(name: str) -> Any:
     return None
 
 
+def skip_fields_of_tuples(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out "Alias for field number 0": a named tuple's docstring has its fields."""
+    return True if str(getattr(thing, "__doc__", None)).startswith("Alias for field number") else None
+
+
 def drop_links_to_nothing(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
     """Take away a source page's links back to what is documented under another name or nowhere."""
     if not pagename.startswith("_modules/"):
@@ -156,6 +161,7 @@ def list_external_links(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     """Connect the functions above."""
     app.connect("builder-inited", make_figures)
+    app.connect("autodoc-skip-member", skip_fields_of_tuples)
     app.connect("include-read", links_of_the_site)
     app.connect("missing-reference", documented_name)
     app.connect("html-page-context", drop_links_to_nothing)
