@@ -21,6 +21,8 @@ from ddtree.property_tests.project.pages import DOCS, PAGES, ROOT
 
 README = ROOT / "README.md"
 NAMES = [page.stem for page in PAGES]
+MODEL_CARD = ROOT / "ddtree" / "pairs" / "python-5m" / "MODEL_CARD.md"
+WITH_CODE = [page for page in (*PAGES, MODEL_CARD) if pages.blocks(page)]
 COMMAND = re.compile(r"^    (?! )(.*\b(?:ddtree|pytest|make|pip|python) .*)$", re.M)
 INLINE = re.compile(r"`((?:ddtree|make|pip install|python -m) [^`…]*)`")
 
@@ -37,12 +39,11 @@ def commands(page: Path) -> list[str]:
     return [found.partition("  #")[0].strip() for found in COMMAND.findall(text)] + INLINE.findall(text)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if pages.blocks(DOCS / f"{name}.md")])
+@pytest.mark.parametrize("page", WITH_CODE, ids=[page.stem for page in WITH_CODE])
 @pytest.mark.parametrize("optional", [False, True], ids=["plain", "with optional libraries"])
 def test_the_code_of_a_page_runs_and_prints_what_stands_below_it(
-    name: str, optional: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, optional: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = DOCS / f"{name}.md"
     needed = {library for block in pages.blocks(page) for library in block.needs}
     if optional:
         if not needed:
