@@ -1,6 +1,7 @@
 """Laws of the engine: a drafter decides how many tokens a round emits, and never which."""
 
 import contextlib
+import tracemalloc
 from typing import Any
 
 import hypothesis.strategies as st
@@ -90,19 +91,32 @@ def assert_accounts(generation):
     budget=st.integers(1, 12) | st.sampled_from([0, 33]),
     topk=st.none() | st.integers(1, VOCABULARY),
     page_size=st.sampled_from([1, 3, 16]),
+    prefill_chunk=st.sampled_from([2048, 1, 3]),
     max_new_tokens=st.integers(1, 14),
     stops=st.lists(TOKENS, max_size=1),
     sampling=SAMPLINGS,
     mode=st.sampled_from(["tree", "chain"]),
 )
 def test_drafting_gives_the_autoregressive_tokens(
-    engine_backend, kind, prompts, seed, depth, budget, topk, page_size, max_new_tokens, stops, sampling, mode
+    engine_backend,
+    kind,
+    prompts,
+    seed,
+    depth,
+    budget,
+    topk,
+    page_size,
+    prefill_chunk,
+    max_new_tokens,
+    stops,
+    sampling,
+    mode,
 ):
     target, options = AttentionTarget(seed % 5), {"seed": seed, **sampling}
     expected = autoregressive(target, prompts, max_new_tokens, stops, **options)
     drafter = DRAFTERS[kind](expected.tokens, seed)
-    options_of_engine = {"depth": depth, "budget": budget, "topk": topk, "page_size": page_size}
-    engine = engine_on(target, drafter, backend=engine_backend.backend, **options_of_engine)
+    shape = {"depth": depth, "budget": budget, "topk": topk, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    engine = engine_on(target, drafter, backend=engine_backend.backend, **shape)
     actual = engine.generate(prompts, max_new_tokens, stops, mode=mode, **options)
     assert_same_tokens(actual, expected)
     for generation in (expected, actual):
@@ -379,17 +393,18 @@ class Recorder:
         return self.drafter(context, depth, topk)
 
 
-def recorded(prompts, max_new_tokens, stops=()):
+def recorded(prompts, max_new_tokens, stops=(), **options):
     target = AttentionTarget()
     tokens = autoregressive(target, prompts, max_new_tokens, stops).tokens
     recorder = Recorder(OracleDrafter(tokens, VOCABULARY, noise=NoiseLaw([[0.0, 0.8]])))
-    generation = engine_on(target, recorder, depth=4, budget=16).generate(prompts, max_new_tokens, stops)
+    generation = engine_on(target, recorder, depth=4, budget=16, **options).generate(prompts, max_new_tokens, stops)
     return target, generation, recorder.contexts
 
 
-def test_drafter_is_given_the_hidden_states_of_the_accepted_rows():
+@pytest.mark.parametrize("prefill_chunk", [2048, 2, 1])
+def test_drafter_is_given_the_hidden_states_of_the_accepted_rows(prefill_chunk):
     prompts = [[1, 2, 3], [5]]
-    target, generation, contexts = recorded(prompts, 20)
+    target, generation, contexts = recorded(prompts, 20, prefill_chunk=prefill_chunk)
     kept = [record.acceptance.node_indices for record in generation.rounds]
     assert any((k > np.arange(k.shape[1])).any() for k in kept)  # the first rows of a pass are other rows
     for request, prompt in enumerate(prompts):
@@ -402,6 +417,20 @@ def test_drafter_is_given_the_hidden_states_of_the_accepted_rows():
         for layer in Recorder.hidden_layers:
             assert_close(rows[layer], whole[layer][0], row=("verify_attention", "float64"), what=f"layer {layer}")
         assert of[0][0].hidden_states[of[0][1]][0].shape[0] == len(prompt)
+
+
+def test_a_long_prompt_takes_memory_in_proportion_to_its_length():
+    """Not to its square: visibility of 40,000 tokens in one pass would be 200 MB."""
+    text = np.arange(40_050) % 50
+    engine = Engine(ScriptedTarget([text], 50), NgramDrafter(), depth=2, budget=2)
+    tracemalloc.start()
+    try:
+        generation = engine.generate([text[:40_000]], 8)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert generation.tokens[0].tolist() == text[40_000:40_008].tolist()
+    assert peak < 60e6
 
 
 def test_context_has_the_committed_tokens_the_roots_and_who_began_and_ended():
@@ -644,6 +673,7 @@ def test_drafting_needs_a_drafter(mode):
         ({"topk": 0}, ValueError, r"topk must be in 1 … 50 \(the vocabulary size\), got 0"),
         ({"topk": 51}, ValueError, r"topk must be in 1 … 50 \(the vocabulary size\), got 51"),
         ({"page_size": 0}, ValueError, r"page_size must be in 1 … \d+, got 0"),
+        ({"prefill_chunk": 0}, ValueError, r"prefill_chunk must be in 1 … \d+, got 0"),
         ({"max_context": 0}, ValueError, r"max_context must be in 1 … \d+, got 0"),
         ({"backend": "nothing"}, ValueError, r"backend must be one of .*, got 'nothing'"),
     ],

@@ -181,8 +181,8 @@ def note_of(results: dict[str, Any]) -> str:
         what = "greedily" if temperature == 0 else f"at T = {temperature:g}"
         same = "the same" if differ == 0 else f"the same but for {differ} of {len(rows) * len(first)} continuations"
         notes.append(
-            f"{rows[0]['prompts']} prompts {what}: {100 * rows[0]['looping']:.0f} % of the continuations end in a "
-            f"loop; tokens in all {len(rows)} ways are {same}."
+            f"{rows[0]['prompts']} prompts {what}: {100 * rows[0]['looping']:.0f} % of continuations end in a loop; "
+            f"tokens in all {len(rows)} ways are {same}."
         )
     return " ".join(notes)
 

@@ -53,6 +53,7 @@ DRAFTER = BlockConfig(
     intermediate_size=768,
     block_size=8,
     target_layers=(1, 3, 4),
+    context_window=248,  # continuations of 256 tokens, of which a block needs 8
 )
 
 _INITIAL_STD = 0.035
@@ -350,6 +351,8 @@ class Drafter(nn.Module):
         block_turns = cos_sin(roots[..., None] + offsets, c.head_dim, c.rope_theta)
         context_turns = cos_sin(positions, c.head_dim, c.rope_theta)
         visible = positions < roots[..., None]
+        if c.context_window is not None:
+            visible &= positions >= roots[..., None] - c.context_window
         for layer in self.layers:
             x = layer(x, context, visible, block_turns, context_turns)
         return self.norm(x[:, :, 1:])

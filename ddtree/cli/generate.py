@@ -192,9 +192,9 @@ def _tokens(
     for name, text in texts:
         if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
             raise ValueError(f"{name} must be UTF-8 text, got bytes that are not")
-        row = source.vocabulary.encode(text) if source.vocabulary is not None else np.zeros(0, np.int32)
-        if not len(row):
+        if not text:
             raise ValueError(f"{name} must have some text, got none")
+        row = source.vocabulary.encode(text) if source.vocabulary is not None else np.zeros(0, np.int32)
         rows.append(row)
     for listed in ids:
         if not re.fullmatch(r"\s*\d{1,10}(?:[\s,]+\d{1,10})*\s*", listed):

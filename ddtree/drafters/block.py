@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ddtree.arrays import array_namespace
-from ddtree.checks import integer, real
+from ddtree.checks import INT32_MAX, integer, real
 from ddtree.kdtr import KdtrFile, write_kdtr
 from ddtree.model import DeepseekV3
 from ddtree.model.layers import rms_norm, rope_cos_sin, rope_frequencies, rotate_halves, swiglu
@@ -28,8 +28,8 @@ __all__ = ["BlockConfig", "BlockDrafter", "load_block_drafter", "save_block_draf
 _LARGEST = {"num_hidden_layers": 1024, "block_size": 1024}
 """Settings beyond these are no drafter's, and the names of so many tensors would take long to make."""
 
-_FIRST_ROWS = 256
-"""Rows that a request's context has room for at first; the room doubles when it is full."""
+_FIRST_ROWS = 512
+"""Rows that a request's context has room for at first; when it is full, rows that nothing sees go, or it doubles."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ class BlockConfig:
         T: the root token and T − 1 masks, so that drafts are at most T − 1 tokens deep.
     target_layers : tuple of int
         Hidden states that it reads, as the engine counts them: 0 is the target's embedding, i the output of layer i.
+    context_window : int or None
+        A block sees this many of the committed rows at most, the last ones; None is all of them. A drafter drafts badly
+        over more context than it was trained on, while what it was trained on repeats at any distance from the start.
     rope_theta, rms_norm_eps : float
         Of the rotary embedding (halves, all of a head) and of the norms.
     """
@@ -55,13 +58,14 @@ class BlockConfig:
     intermediate_size: int
     block_size: int
     target_layers: tuple[int, ...]
+    context_window: int | None = None
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "int":
+            if field.type == "int" or (field.type == "int | None" and value is not None):
                 integer(field.name, value, 2 if field.name == "block_size" else 1, _LARGEST.get(field.name, 1 << 20))
         for name in ("rope_theta", "rms_norm_eps"):
             if real(name, getattr(self, name)) <= 0:
@@ -84,7 +88,7 @@ class BlockConfig:
             A setting is missing, unknown or out of range; it is named.
         """
         own = {f.name for f in fields(cls)}
-        required = own - {"rope_theta", "rms_norm_eps"}
+        required = {f.name for f in fields(cls) if f.default is MISSING}
         for wrong, what in ((required - config.keys(), "lacks"), (config.keys() - own, "has the unknown settings")):
             if wrong:
                 raise ValueError(f"the drafter's configuration {what} {', '.join(sorted(wrong))}")
@@ -272,10 +276,10 @@ class BlockDrafter:
                 f"hidden_states of request {request} must have {committed - known.length} rows, those committed since "
                 f"its last draft, got {len(features)}"
             )
+        features = features[max(0, len(features) - known.window) :]
         rows = rms_norm(features @ self._fc.T, self._hidden_norm, eps=self.config.rms_norm_eps)
-        positions = self._xp.arange(known.length, committed)
-        keys_values = [self._keys_values(layer, rows, *self._cos_sin(positions)) for layer in self._layers]
-        known.append(keys_values)
+        cos_sin = self._cos_sin(self._xp.arange(committed - len(features), committed))
+        known.append([self._keys_values(layer, rows, *cos_sin) for layer in self._layers], committed)
         return known
 
     def _block(self, roots: Any, contexts: list[_Context]) -> Any:
@@ -320,45 +324,52 @@ class BlockDrafter:
 
 
 class _Context:
-    """Keys and values of one request's committed rows, in every layer; behind them is room for a block."""
+    """Keys and values of one request's last committed rows, in every layer; behind them is room for a block."""
 
     def __init__(self, config: BlockConfig, xp: Any, dtype: Any) -> None:
-        self.length, self.block, self.xp = 0, config.block_size, xp
+        self.length = 0  # committed rows
+        self.kept = 0  # of which the last so many are here
+        self.window = INT32_MAX if config.context_window is None else config.context_window
+        self.block, self.xp = config.block_size, xp
         heads, width = config.num_attention_heads, config.head_dim
         shape = (config.num_hidden_layers, heads, _FIRST_ROWS, width)
         self.keys, self.values = xp.empty(shape, dtype), xp.empty(shape, dtype)
         self.scale = width**-0.5
 
-    def append(self, keys_values: list[tuple[Any, Any]]) -> None:
-        """Take in the keys and values (rows, H, E) of each layer."""
+    def append(self, keys_values: list[tuple[Any, Any]], committed: int) -> None:
+        """Take in the keys and values (rows, H, E) of each layer, with which ``committed`` rows are."""
         added = len(keys_values[0][0])
-        self._reserve(self.length + added + self.block)
-        rows = slice(self.length, self.length + added)
+        self._make_room(added + self.block)
+        rows = slice(self.kept, self.kept + added)
         for layer, (keys, values) in enumerate(keys_values):
             self.keys[layer, :, rows] = keys.transpose(1, 0, 2)
             self.values[layer, :, rows] = values.transpose(1, 0, 2)
-        self.length += added
+        self.kept += added
+        self.length = committed
 
     def attend(self, layer: int, queries: Any, keys: Any, values: Any) -> Any:
-        """Attention (T, H, E) of a block, whose rows see the context and one another."""
-        end = self.length + self.block  # the block's rows stand behind the context and are written over next time
-        self.keys[layer, :, self.length : end] = keys.transpose(1, 0, 2)
-        self.values[layer, :, self.length : end] = values.transpose(1, 0, 2)
-        scores = queries.transpose(1, 0, 2) @ self.keys[layer, :, :end].transpose(0, 2, 1) * self.scale
+        """Attention (T, H, E) of a block, whose rows see the context's window and one another."""
+        end = self.kept + self.block  # the block's rows stand behind the context and are written over next time
+        self.keys[layer, :, self.kept : end] = keys.transpose(1, 0, 2)
+        self.values[layer, :, self.kept : end] = values.transpose(1, 0, 2)
+        seen = slice(max(0, self.kept - self.window), end)
+        scores = queries.transpose(1, 0, 2) @ self.keys[layer, :, seen].transpose(0, 2, 1) * self.scale
         shares = self.xp.exp(scores - scores.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)
-        return (shares @ self.values[layer, :, :end]).transpose(1, 0, 2)
+        return (shares @ self.values[layer, :, seen]).transpose(1, 0, 2)
 
-    def _reserve(self, rows: int) -> None:
+    def _make_room(self, more: int) -> None:
         layers, heads, room, width = self.keys.shape
-        if rows <= room:
+        if self.kept + more <= room:
             return
-        while room < rows:
+        start = max(0, self.kept - self.window)  # what is before it is seen no more
+        self.kept -= start
+        while self.kept + more > room:
             room *= 2
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = self.xp.empty((layers, heads, room, width), old.dtype)
-            new[:, :, : self.length] = old[:, :, : self.length]
+            new[:, :, : self.kept] = old[:, :, start : start + self.kept]
             setattr(self, name, new)
 
 

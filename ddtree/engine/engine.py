@@ -58,6 +58,9 @@ class Engine:
         Who does the operations; see :mod:`ddtree.ops`. By default the arrays decide. A policy's own are the policy's.
     page_size : int
         S, rows of a cache page.
+    prefill_chunk : int
+        The most tokens of a prompt that one pass takes, 1 and up. A pass over n tokens holds n² / 8 bytes of
+        visibility, so that a long prompt is taken in pieces; a :class:`ddtree.protocols.CachingTarget` takes it whole.
     max_context : int, optional
         The most tokens, prompt and new ones, that a request may have; if left out the target's ``max_context``, if it
         has one. Nodes that are drafted beyond it have positions up to L higher, and are never committed.
@@ -84,6 +87,7 @@ class Engine:
         policy: Policy | None = None,
         backend: str | None = None,
         page_size: int = 16,
+        prefill_chunk: int = 2048,
         max_context: int | None = None,
     ) -> None:
         if not callable(getattr(target, "forward", None)):
@@ -118,6 +122,7 @@ class Engine:
             get_backend(backend)  # a wrong name is met here, not in the middle of a round
         self.backend = backend
         self.page_size = integer("page_size", page_size, 1, INT32_MAX)
+        self.prefill_chunk = integer("prefill_chunk", prefill_chunk, 1, INT32_MAX)
         max_context = getattr(target, "max_context", None) if max_context is None else max_context
         self.max_context = None if max_context is None else integer("max_context", max_context, 1, INT32_MAX)
 
@@ -378,19 +383,36 @@ class _Run:
             yield record
 
     def prefill(self) -> None:
-        """Run the prompts and commit the token after each: no round of its own."""
+        """Run the prompts, a piece of each at a time, and commit the token after each: no round of its own."""
         prompts = [sequence.tokens for sequence in self.sequences]
         lens = np.array([len(prompt) for prompt in prompts], np.int32)
-        padded = np.zeros((len(prompts), lens.max()), np.int32)
-        for row, prompt in zip(padded, prompts, strict=True):
-            row[: len(prompt)] = prompt
+        # a target with a cache of its own takes prompts whole, as it likes them
+        whole = isinstance(self.engine.target, CachingTarget)
+        most = int(lens.max()) if whole else self.engine.prefill_chunk
+        choices = np.zeros((len(prompts), 1), np.int32)
+        hidden: list[list[dict[int, Any]]] = [[] for _ in prompts]
         with self._timed("prefill"):
-            tree = _converted(chain_tree(padded, lens), self._native)
-            cache = self.cache.view(self.active, np.zeros_like(lens), lens)
-            output = self._forward(tree, cache, last_only=True)
-            choices = to_numpy(self._choose(output.logits, self.xp.asarray(lens[:, None] - 1)))
-        self._commit(choices, np.zeros_like(lens), [np.arange(n) for n in lens], output.hidden_states)
+            for start in range(0, int(lens.max()), most):
+                requests = np.flatnonzero(lens > start)
+                pieces = [prompts[r][start : start + most] for r in requests]
+                choices[requests] = self._prefill(requests.tolist(), start, pieces, hidden)
+        self._commit(choices, lens - 1, [_joined(parts) for parts in hidden])
         self.began, self.ended = list(self.active), []  # who ended here never drafted
+
+    def _prefill(
+        self, requests: list[int], start: int, pieces: list[NDArray[np.int32]], hidden: list[list[dict[int, Any]]]
+    ) -> NDArray[np.int32]:
+        """Run pieces of prompts that begin at ``start``; return the choice after each and add its hidden states."""
+        lens = np.array([len(piece) for piece in pieces], np.int32)
+        padded = np.zeros((len(pieces), lens.max()), np.int32)
+        for row, piece in zip(padded, pieces, strict=True):
+            row[: len(piece)] = piece
+        tree = _converted(chain_tree(padded, lens), self._native)
+        cache = self.cache.view(requests, np.full_like(lens, start), lens)
+        output = self._forward(tree, cache, last_only=True)
+        for b, request in enumerate(requests):
+            hidden[request].append(self._rows(output.hidden_states, b, np.arange(lens[b])))
+        return to_numpy(self._choose(output.logits, self.xp.asarray(start + lens[:, None] - 1), requests))
 
     def round(self) -> Round:
         """Draft, check, commit; finished requests leave."""
@@ -409,7 +431,7 @@ class _Run:
             output = self._forward(tree, cache)
         with self._timed("choose_tokens"):
             positions = tree_positions(tree.depths, cache.prefix_lens, backend=backend, validate=False)
-            choices = self._choose(output.logits, positions)
+            choices = self._choose(output.logits, positions, self.active)
         with self._timed("accept_tree"):
             remaining = self.xp.asarray(np.array([sequence.remaining for sequence in rows], np.int32))
             acceptance = accept_tree(
@@ -422,7 +444,8 @@ class _Run:
         host_tree = _converted(tree, to_numpy)
         paths = [nodes[:length] for nodes, length in zip(kept.node_indices, kept.lengths, strict=True)]
         emitted = [np.append(host_tree.token_ids[b, path[1:]], kept.bonus_token_ids[b]) for b, path in enumerate(paths)]
-        self._commit(emitted, prefix_lens, paths, output.hidden_states)
+        hidden_states = [self._rows(output.hidden_states, b, path) for b, path in enumerate(paths)]
+        self._commit(emitted, prefix_lens + kept.lengths - 1, hidden_states)
         for sequence, tokens in zip(rows, emitted, strict=True):
             sequence.tokens_per_round.append(len(tokens))
         # In an unused slot the choice follows from whatever logits the target left there.
@@ -434,7 +457,7 @@ class _Run:
         output = self.engine.target.forward(tree, cache, hidden_layers=self.hidden_layers, last_only=last_only)
         if not isinstance(output, TargetOutput):
             raise TypeError(f"target.forward must return a TargetOutput, got {type(output).__name__}")
-        wanted = (len(self.active), 1 if last_only else tree.num_slots, self.engine.vocab_size)
+        wanted = (tree.batch_size, 1 if last_only else tree.num_slots, self.engine.vocab_size)
         shape = tuple(np.shape(output.logits))
         if shape != wanted and (last_only or not self._leaves_out_unused(shape, wanted, tree)):
             raise ValueError(f"target.forward must return logits of shape {wanted}, got {shape}")
@@ -516,23 +539,29 @@ class _Run:
                     raise ValueError(f"drafter {_name(self.drafter)}, request {request}: {error}") from error
             raise
 
-    def _choose(self, logits: Any, positions: Any) -> Any:
+    def _choose(self, logits: Any, positions: Any, requests: list[int]) -> Any:
         """The choice after each slot; 0 in the last ones, if the target left out their logits since none is in use."""
-        keys = self.xp.asarray(self.keys[self.active])
+        keys = self.xp.asarray(self.keys[requests])
         slots, given = positions.shape[1], logits.shape[1]
         positions = self.xp.ascontiguousarray(positions[:, :given])
         choices = choose_tokens(logits, request_ids=keys, positions=positions, validate=False, **self.sampling)
         return choices if given == slots else self.xp.pad(choices, ((0, 0), (0, slots - given)))
 
+    def _rows(self, hidden_states: dict[int, Any], b: int, path: NDArray[Any]) -> dict[int, Any]:
+        """The hidden states of a request's kept nodes, wherever in the tree they stood, for its next draft."""
+        nodes = self.xp.asarray(path)
+        shown = {layer: hidden_states[layer] for layer in self.hidden_layers}
+        return {layer: states[b, export_array(nodes, states)] for layer, states in shown.items()}
+
     def _commit(
-        self, emitted: Iterable[NDArray[np.int32]], prefix_lens: Any, paths: list[Any], hidden_states: dict[int, Any]
+        self, emitted: Iterable[NDArray[np.int32]], last_positions: Any, hidden_states: list[dict[int, Any]]
     ) -> None:
-        """Append what each running request emitted and keep the hidden states of its ``paths``; the finished leave."""
+        """Append what each running request emitted, and keep its new rows' hidden states; the finished leave."""
         self.hidden_states, self.emissions = {}, []
-        for b, (request, tokens, path) in enumerate(zip(list(self.active), emitted, paths, strict=True)):
+        for b, (request, tokens) in enumerate(zip(list(self.active), emitted, strict=True)):
             if tokens[-1] < 0:
                 raise NonFiniteLogitsError(
-                    f"request {request}: the target's logits after position {int(prefix_lens[b]) + len(path) - 1} hold "
+                    f"request {request}: the target's logits after position {int(last_positions[b])} hold "
                     "NaN or +inf, or nothing finite, so that no token can follow it"
                 )
             sequence = self.sequences[request]
@@ -546,10 +575,7 @@ class _Run:
                 self.cache.release(request)
             self.emissions.append(Emission(request, tokens, sequence.finish_reason if finished else None))
             if not finished:
-                # Of the rows that the pass wrote, the next draft sees the kept ones, wherever in the tree they stood.
-                shown = {layer: hidden_states[layer] for layer in self.hidden_layers}
-                nodes = self.xp.asarray(path)
-                self.hidden_states[request] = {i: states[b, export_array(nodes, states)] for i, states in shown.items()}
+                self.hidden_states[request] = hidden_states[b]
 
     def _native(self, array: Any) -> Any:
         """``array`` as the kind that the target's cache is, C-contiguous."""
@@ -561,6 +587,13 @@ class _Run:
         start = time.perf_counter()
         yield
         self.seconds[stage] += time.perf_counter() - start
+
+
+def _joined(parts: list[dict[int, Any]]) -> dict[int, Any]:
+    """Hidden states of a prompt's pieces, one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return {layer: array_namespace(parts[0][layer]).concatenate([p[layer] for p in parts]) for layer in parts[0]}
 
 
 def _converted(record: Record, convert: Callable[[Any], Any]) -> Record:

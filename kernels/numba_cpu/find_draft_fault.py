@@ -91,6 +91,7 @@ def find_draft_fault(
     """What is wrong with a draft, and where first. See :func:`ddtree.reference.find_draft_fault`."""
     B, L, K = log_probs.shape
     if token_ids.dtype != np.int32:  # no id that 32 bits would change may pass for another one
+        token_ids = token_ids.astype(np.int64)  # unsigned types have no −1
         token_ids = np.where((token_ids < 0) | (token_ids >= 2**31), -1, token_ids)
     if log_probs.size == 0:
         return 0, 0, 0, 0

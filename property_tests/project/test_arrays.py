@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -151,10 +152,13 @@ def test_tensors_on_two_devices_are_refused(torch: ModuleType) -> None:
 
 
 @pytest.fixture
-def jax() -> ModuleType:
+def jax() -> Iterator[ModuleType]:
+    """JAX on the CPU, where the reference works, also on a machine with a GPU."""
     if importlib.util.find_spec("jax") is None:
         pytest.skip("optional library jax is not installed")
-    return importlib.import_module("jax")
+    module = importlib.import_module("jax")
+    with module.default_device(module.devices("cpu")[0]):
+        yield module
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "bool"])

@@ -139,6 +139,20 @@ def test_first_fault_of_a_draft_is_the_references(seed):
     assert codes == {0, 1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8", "i1", "i2", "i8"])
+def test_ids_of_any_integer_type_are_checked_as_they_are(dtype):
+    log_probs = np.full((1, 2, 3), -1.0, np.float32)
+    token_ids = np.arange(6).reshape(1, 2, 3).astype(dtype)
+    most = np.iinfo(dtype).max
+    for place, value in (((0, 1, 2), most), ((0, 1, 1), 3), ((0, 0, 0), np.iinfo(dtype).min)):
+        changed = token_ids.copy()
+        changed[place] = value
+        for ids in (token_ids, changed):
+            for vocab_size in (-1, 6, 100):
+                fault = numba_cpu.find_draft_fault(log_probs, ids, vocab_size)
+                assert fault == reference.find_draft_fault(log_probs, ids, vocab_size)
+
+
 def test_ids_that_share_a_slot_are_not_taken_for_equal():
     log_probs = np.zeros((1, 1, 64), np.float32)
     token_ids = (np.arange(64, dtype=np.int32) << 20)[None, None]

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from ddtree import Engine, load_pair, load_prompts
+from ddtree.analysis.rounds import round_table
 from ddtree.analysis.training.corpus import packages_table
 from ddtree.analysis.training.evaluate import markdown_of
-from ddtree.drafters import BlockConfig, NgramDrafter
+from ddtree.drafters import BlockConfig, BlockDrafter, NgramDrafter
 from ddtree.drafters.block import load_block_drafter, save_block_drafter
 from ddtree.kdtr import KdtrError, KdtrFile, read_kdtr, write_kdtr
 from ddtree.model import golden_bundle, load_model
@@ -159,14 +160,34 @@ def test_draft_depends_on_the_committed_tokens_alone():
             np.testing.assert_allclose(log_probs[b], expected[0][0], rtol=0, atol=1e-6)  # float32's last places
 
 
-def test_context_grows_past_its_first_room(pair):
-    text = np.resize(load_prompts().tokens[0], 300).astype(np.int32)
-    whole = pair.drafter(context_of(pair.drafter, pair.target, {0: text}), 7, 4)
-    pair.drafter(context_of(pair.drafter, pair.target, {0: text[:251]}), 7, 4)
-    grown = context_of(pair.drafter, pair.target, {0: text}, began=[], known={0: 250})
-    log_probs, token_ids = pair.drafter(grown, 7, 4)
-    assert_same(token_ids, whole[1])
-    np.testing.assert_allclose(log_probs, whole[0], rtol=0, atol=1e-4)
+@pytest.mark.parametrize("window", [None, 40, 248, 2000])
+def test_context_grows_past_its_first_room_and_its_window(window):
+    target = load_pair(dtype="float64").target
+    weights, metadata = read_kdtr(pair_folder() / "drafter.kdtr")
+    settings = json.loads(metadata["block_drafter"])
+    config = BlockConfig.from_dict(settings | {"context_window": window})
+    text = np.concatenate([*load_prompts().tokens[:8]])[:700]
+    grown = BlockDrafter(config, weights, target)
+    known = 0
+    for end in (300, 301, 470, 505, 512, 700):
+        context = context_of(grown, target, {0: text[:end]}, began=[0] if known == 0 else [], known={0: known})
+        log_probs, token_ids = grown(context, 7, 4)
+        known = end - 1
+        fresh = BlockDrafter(config, weights, target)
+        expected = fresh(context_of(fresh, target, {0: text[:end]}), 7, 4)
+        assert_same(token_ids, expected[1])
+        np.testing.assert_allclose(log_probs, expected[0], rtol=0, atol=1e-6)
+    room = grown._contexts[0].keys.shape[2]
+    assert room == (1024 if window in (None, 2000) else 512)
+
+
+def test_drafts_of_long_contexts_are_as_good(pair, prompts):
+    """What is further back than the drafter was trained on would spoil them: without the window τ falls to 1.4."""
+    generation = Engine(pair.target, pair.drafter, budget=8).generate(prompts.tokens[4:8], 280, temperature=0.7)
+    table = round_table(generation, [len(row) for row in prompts.tokens[4:8]])
+    long = table.prefix_len >= 300
+    assert long.sum() > 20
+    assert table.tokens[long].mean() > 0.8 * table.tokens[~long].mean()
 
 
 def test_context_begins_anew_and_is_dropped_at_the_end(pair, prompts):
@@ -381,6 +402,7 @@ def test_drafter_s_file_says_its_shape(tmp_path):
         ({"target_layers": []}, "target_layers must be a tuple of one layer or more"),
         ({"target_layers": [-1]}, r"target_layers\[0\] must be in 0 … "),
         ({"rope_theta": 0.0}, "rope_theta must be over 0, got 0.0"),
+        ({"context_window": 0}, "context_window must be in 1 … "),
         ({"hidden_size": None}, "hidden_size must be an integer"),
         ({"surprise": 1}, "has the unknown settings surprise"),
     ],

@@ -83,7 +83,7 @@ def test_nothing_held_out_is_trained_on(monkeypatch):
 @pytest.fixture(scope="module")
 def tokenizer():
     pytest.importorskip("tokenizers", reason="optional library tokenizers is not installed")
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
     return corpus.train_tokenizer([Source("p", f"{i}.py", text) for i in range(3)], 400)
 
 
