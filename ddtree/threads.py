@@ -18,11 +18,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 def small_products(self) -> bool: ...
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-M = TypeVar("M", bound=_Model)
-
-
 def small_products_on_one_thread(method: F) -> F:
     """Have a method's products run on one thread where its object says that they are small (``small_products``).
 
