@@ -11,11 +11,7 @@ __all__ = ["SMALL", "small_products_on_one_thread"]
 SMALL = 1024
 """Products of a model narrower than this take less time than it takes threads to meet."""
 
-
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def small_products(self) -> bool: ...
 
 
 def small_products_on_one_thread(method: F) -> F:
