@@ -4,12 +4,13 @@ A policy is ``policy(log_probs, token_ids, root_token_ids, prefix_lens) -> Draft
 (:class:`ddtree.protocols.Policy`). It changes how many tokens a round emits, never which. A policy of one's own is a
 function that is given a budget, or an object of a class that has one:
 
->>> def tempered(log_probs, token_ids, root_token_ids, prefix_lens):
-...     return build_tree(log_probs * 0.8, token_ids, root_token_ids, budget=tempered.budget)
->>> tempered.budget = 64
+>>> def deeper(log_probs, token_ids, root_token_ids, prefix_lens):
+...     factors = 0.9 ** np.arange(log_probs.shape[1], dtype=np.float32)
+...     return build_tree(log_probs * factors[:, None], token_ids, root_token_ids, budget=deeper.budget)
+>>> deeper.budget = 64
 
 The tree says which candidates of the draft are checked, by depth and rank; whatever scores it has, those that count
-are the draft's. To look at fewer candidates, wrap a policy: ``limited(tempered, topk=8)``.
+are the draft's. To look at fewer candidates, wrap a policy: ``limited(deeper, topk=8)``.
 
 Letters: B requests, L draft depth limit, K candidates a depth, N ≤ 1 + budget node slots.
 """
@@ -483,7 +484,9 @@ def check_policy(name: str, policy: Any) -> None:
     )
 
 
-def check_policy_tree(policy: Policy, tree: Any, log_probs: Any, token_ids: Any, root_token_ids: Any) -> DraftTree:
+def check_policy_tree(
+    policy: Policy, tree: Any, log_probs: Any, token_ids: Any, root_token_ids: Any, *, budget: int
+) -> DraftTree:
     """Refuse a tree that is not made of the draft, within the policy's budget and whole; return it with its scores.
 
     Scores follow from the draft, the tree's depths and its ranks, so a policy need not get them right: one that ranks
@@ -497,6 +500,8 @@ def check_policy_tree(policy: Policy, tree: Any, log_probs: Any, token_ids: Any,
         What it made, on any device.
     log_probs, token_ids, root_token_ids : array
         What it was made of, checked.
+    budget : int
+        The policy's when the run began: there is no room for more.
 
     Returns
     -------
@@ -517,7 +522,7 @@ def check_policy_tree(policy: Policy, tree: Any, log_probs: Any, token_ids: Any,
         host = _host_tree(tree)
         call = Call("accept_tree", None, {"target_token_ids": host.token_ids}, host)
         call.check_tree()
-        slots, budget = call.dims["N"], integer("budget", policy.budget, 0, INT32_MAX - 1)
+        slots = call.dims["N"]
         if call.dims["B"] != B:
             raise ValueError(f"tree must hold {B} requests, as the draft does, got {call.dims['B']}")
         if not 1 <= slots <= 1 + budget:

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import event, given
 
 from ddtree import build_tree, reference
+from ddtree.analysis.record import record
+from ddtree.analysis.replay import replay
 from ddtree.costs import CostModel, fit_cost_model, measure_passes
 from ddtree.engine import Engine, ScriptedTarget
 from ddtree.policies import (
@@ -140,7 +142,7 @@ def test_policy_keeps_the_paths_of_the_plain_one(name, draft, budget, prefix_len
     policy = make(budget)
     prefix_lens = np.full(len(draft[0]), prefix_len, np.int32)
     tree = policy(*draft, prefix_lens)
-    check_policy_tree(policy, tree, *draft)
+    check_policy_tree(policy, tree, *draft, budget=policy.budget)
     for b, rows in enumerate(candidates(draft)):
         assert tree_paths(tree, b) == plain(rows, prefix_len, budget)
     event("full" if (tree.node_counts == 1 + policy.budget).all() else "not full")
@@ -151,7 +153,7 @@ def test_limits_are_those_of_a_smaller_draft(draft, budget, depth, topk):
     log_probs, token_ids, roots = draft
     policy = limited(fixed_budget(budget), depth=depth, topk=topk)
     tree = policy(*draft, np.zeros_like(roots))
-    check_policy_tree(policy, tree, *draft)
+    check_policy_tree(policy, tree, *draft, budget=policy.budget)
     log_probs, token_ids = (np.ascontiguousarray(a[:, :depth, :topk]) for a in (log_probs, token_ids))
     assert_same_tree(tree, build_tree(log_probs, token_ids, roots, budget=budget))
     unlimited = limited(fixed_budget(budget))(*draft, np.zeros_like(roots))
@@ -277,22 +279,22 @@ def test_engine_names_the_policy_and_the_field_of_a_wrong_tree(name):
 
 
 class Tempered:
-    """The likeliest paths of another temperature, with the scores of that."""
+    """The likeliest paths of other temperatures, one a depth in turn, with the scores of that."""
 
     budget = 5
 
     def __init__(self, factor):
-        self.factor = np.float32(factor)
+        self.factors = np.array([[1], [factor]] * 8, np.float32)
 
     def __call__(self, log_probs, token_ids, root_token_ids, prefix_lens):
-        return build_tree(log_probs * self.factor, token_ids, root_token_ids, budget=self.budget)
+        return build_tree(log_probs * self.factors[: log_probs.shape[1]], token_ids, root_token_ids, budget=self.budget)
 
 
 @given(draft=drafts(min_batch=1), factor=st.sampled_from([0.25, 0.8, 1.0, 3.0]))
 def test_scores_are_those_of_the_draft_whatever_a_policy_says(draft, factor):
     policy = Tempered(factor)
     made = policy(*draft, np.zeros(len(draft[0]), np.int32))
-    tree = check_policy_tree(policy, made, *draft)
+    tree = check_policy_tree(policy, made, *draft, budget=policy.budget)
     assert_same_tree(replace(tree, scores=made.scores), made)
     for b, rows in enumerate(candidates(draft)):
         n = int(tree.node_counts[b])
@@ -314,6 +316,45 @@ def test_a_strided_part_of_a_draft_is_refused_with_what_to_do():
         narrow(*LIVE_DRAFT, np.zeros(1, np.int32))
 
 
+class ChangedIds:
+    """Draws its tree from a draft that it has changed."""
+
+    budget = 3
+
+    def __call__(self, log_probs, token_ids, roots, prefix_lens):
+        token_ids += 2
+        return fixed_budget(3)(log_probs, token_ids, roots, prefix_lens)
+
+
+class Growing:
+    """Wants more each time."""
+
+    budget = 3
+
+    def __call__(self, *draft):
+        self.budget += 8
+        return fixed_budget(self.budget)(*draft)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (ChangedIds, r"policy ChangedIds: tree.token_ids\[0, 1\] must be 3, what the draft says"),
+        (Growing, r"policy Growing: tree must have 1 … 4 node slots, the root's and its budget's, got 12"),
+    ],
+)
+def test_engine_and_replay_hold_a_policy_to_the_draft_and_the_budget_that_they_began_with(make, message, tmp_path):
+    text = np.arange(20) % 10
+    target, drafter = ScriptedTarget([text], 10), lambda context, depth, topk: LIVE_DRAFT[:2]
+    trace = record(target, drafter, [text[:3]], tmp_path / "trace", depth=3, topk=4, max_new_tokens=8)
+    for run in (
+        lambda: Engine(target, drafter, depth=3, topk=4, policy=make()).generate([text[:3]], 8),
+        lambda: replay(trace, make()),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()
+
+
 def test_one_candidate_twice_is_refused():
     tree = build_tree(*LIVE_DRAFT, budget=2)
     twice = replace(
@@ -326,7 +367,7 @@ def test_one_candidate_twice_is_refused():
     )
     twice = replace(twice, visibility_words=reference.visibility_words(twice.parents, twice.node_counts))
     with pytest.raises(ValueError, match=r"tree must hold each candidate of a node once, request 0 has one twice"):
-        check_policy_tree(fixed_budget(2), twice, *LIVE_DRAFT)
+        check_policy_tree(fixed_budget(2), twice, *LIVE_DRAFT, budget=2)
 
 
 @pytest.mark.parametrize(
