@@ -263,7 +263,7 @@ def test_figures_of_tables_without_intervals_or_rows(tmp_path):
     one, seconds = rounds_of([0], [1], prefix_len=[3]), gallery.seconds
     nothing = chunk_of([[0]], [(np.zeros((0, 2, 3)), np.zeros((0, 2, 3)))])
     small = random_chunk(3, prompts=1, longest=9)
-    empty = calibration_table(nothing)
+    empty = calibration_table(nothing, vocab_size=9)
     drawn = [
         figures.plot_acceptance_by_depth(acceptance_table([a_round([CHAIN], [[0]], [False])])),
         figures.plot_acceptance_by_depth(acceptance_table([])),

@@ -208,7 +208,7 @@ def test_command_shows_and_writes_what_the_functions_say(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
     assert "…" not in result.stdout
-    table, calibration = would_a_tree_pay(chunk, (1, 4, 16)), calibration_table(chunk)
+    table, calibration = would_a_tree_pay(chunk, (1, 4, 16)), calibration_table(chunk, vocab_size=8)
     for row in table.records():
         line = rf"{row['policy']} +{row['budget']} +{row['expected']:.2f} +{row['tau']:.2f} "
         assert re.search(line, result.stdout), line
