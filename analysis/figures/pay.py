@@ -134,7 +134,8 @@ def plot_expected_tau(table: PayTable | TauTable, *, ax: Axes | None = None) -> 
     ink: dict[str, Any] = {"color": INK, "marker": "o"}
     handles.append(Line2D([], [], label="realised", **ink))
     handles.append(Line2D([], [], label="expected", linestyle=":", markerfacecolor="white", **ink))
-    budget_axis(ax, table.budget, "node budget; of a chain, its depth")
+    trees = [b for p, b in zip(table.policy, table.budget, strict=True) if p == "tree"]
+    budget_axis(ax, table.budget, "node budget; of a chain, its depth", first=trees)
     ax.set_ylim(bottom=0)
     ax.set_ylabel(f"τ, tokens a round\n({level_of(table.level)})")
     if table.policy:

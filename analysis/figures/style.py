@@ -162,8 +162,12 @@ def error_bars(
     return bars
 
 
-def budget_axis(ax: Axes, budgets: ArrayLike, label: str) -> None:
-    """Put budgets on a logarithmic x axis, each with its number unless that would be too close to the one before."""
+def budget_axis(ax: Axes, budgets: ArrayLike, label: str, *, first: ArrayLike = ()) -> None:
+    """Put budgets on a logarithmic x axis, each with its number unless that would be too close to another.
+
+    Where there is no room for all, those of ``first`` go before powers of two, and these before others.
+    """
+    preferred = set(np.asarray(first, np.float64).tolist())
     values = np.unique(np.asarray(budgets, np.float64))
     values = values[np.isfinite(values)]
     if not len(values):
@@ -176,7 +180,7 @@ def budget_axis(ax: Axes, budgets: ArrayLike, label: str) -> None:
         scale = np.log2(np.maximum(values, 0.5))
         span = max(scale[-1] - scale[0], 1e-9)
         ticks: list[int] = []
-        for i in sorted(range(len(values)), key=lambda i: (scale[i] % 1 != 0, i)):  # powers of two first
+        for i in sorted(range(len(values)), key=lambda i: (values[i] not in preferred, scale[i] % 1 != 0, i)):
             if all(abs(scale[i] - scale[j]) >= 0.07 * span for j in ticks):
                 ticks.append(i)
         ax.set_xticks(values[ticks], [f"{tick:,.0f}" for tick in values[ticks]])
