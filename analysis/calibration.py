@@ -333,9 +333,7 @@ def _cases(trace: Trace, vocab_size: int) -> Iterator[_Cases]:
         yield _cases_of(choices_of(chunk), vocab_size)
 
 
-def _total(
-    trace: Trace, statistic: Callable[[_Cases], NDArray[np.float64]], vocab_size: int
-) -> NDArray[np.float64]:
+def _total(trace: Trace, statistic: Callable[[_Cases], NDArray[np.float64]], vocab_size: int) -> NDArray[np.float64]:
     """Sum a statistic over the trace's chunks."""
     return functools.reduce(operator.add, map(statistic, _cases(trace, vocab_size)))
 
@@ -376,9 +374,7 @@ def _scores(cases: _Cases) -> NDArray[np.float64]:
     return np.stack([cases.sum(np.asarray(column, np.float64)) for column in columns])
 
 
-def _fit_inverse_temperatures(
-    trace: Trace, L: int, vocab_size: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _fit_inverse_temperatures(trace: Trace, L: int, vocab_size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Inverse temperatures 1/T of greatest likelihood, and their standard errors: (2, L) each.
 
     The log loss is convex in 1/T, so its slope has one zero, or none: then 1/T is 0 (falling nowhere) or inf. Newton's

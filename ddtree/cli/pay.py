@@ -114,7 +114,9 @@ def _advice(row: dict[str, Any], larger_pays: bool) -> str:
     """Whether to use the tree of a row of the table, and when."""
     if row["pays_below"] <= 1:
         instead = " Other budgets of the table do better." if larger_pays else ""
-        return f"do not use a tree {'of this size ' if larger_pays else ''}here, the chain gives as much or more.{instead}"
+        return (
+            f"do not use a tree {'of this size ' if larger_pays else ''}here, the chain gives as much or more.{instead}"
+        )
     unsure = row["pays_low"] is not None and row["pays_low"] <= 1
     return "it is faster while its round costs less than that many of the chain's." + (
         " The interval holds 1, so that it may be no better: record more prompts." if unsure else ""
