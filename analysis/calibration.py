@@ -1,9 +1,9 @@
 """Calibration of a drafter: what it promised beside what came, from a trace. Pure NumPy.
 
 A drafter's distribution is known for its K candidates of a depth alone; what they lack to 1 is the probability that the
-choice is none of them. So every statistic here is of K + 1 outcomes: each candidate, and the remainder. For the fit of a
-temperature the remainder is taken as what it is, the other V − K tokens of the vocabulary, with equal shares. Positions
-at which nothing was drafted, or which lie past a continuation's end, are left out.
+choice is none of them. So every statistic here is of K + 1 outcomes: each candidate, and the remainder. For the fit of
+a temperature the remainder is taken as what it is, the other V − K tokens of the vocabulary, with equal shares.
+Positions at which nothing was drafted, or which lie past a continuation's end, are left out.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class CalibrationTable(Table):
         V − K tokens that are no candidates share the remainder equally, and each is tempered like any other; so T is
         that of the whole vocabulary's logits as far as their tail is flat, and a little nearer to 1 where it is not; it
         hardly depends on K. The interval is the normal one of 1/T, with a variance that lets positions of one prompt
-        resemble each other; NaN with fewer than two prompts. T is 0 where every choice was a likeliest token, and inf where no finite T beats equal
-        probabilities; then there is no interval.
+        resemble each other; NaN with fewer than two prompts. T is 0 where every choice was a likeliest token, and inf
+        where no finite T beats equal probabilities; then there is no interval.
     fitted_log_loss : array, float64, shape (rows,)
         The log loss at that temperature.
     level : float

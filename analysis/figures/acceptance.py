@@ -134,7 +134,8 @@ def _speedup_axis(ax: Axes, speedups: SpeedupTable, colour: str | None, styles: 
         rows = rows[np.argsort(speedups.budget[rows], kind="stable")]
         if len(rows):
             bars = error_bars(
-                right, speedups.budget[rows] * aside[policy], speedups.speedup[rows], speedups.low[rows], speedups.high[rows],
+                right, speedups.budget[rows] * aside[policy], speedups.speedup[rows], speedups.low[rows],
+                speedups.high[rows],
                 gid=f"speed-up: {policy}", color=colour or own, marker="s" if colour else marker,
                 linestyle="--" if colour else line, markerfacecolor="white", label="speed-up",
             )  # fmt: skip

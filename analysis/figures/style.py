@@ -148,13 +148,14 @@ def series_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """How :func:`error_bars` draws each name; of more than two, thinner and paler, and the tree over all others."""
     styles = series_style(names)
     many = len(styles) > 2
+    thin = {"linewidth": 1, "markersize": 3, "elinewidth": 0.6, "capsize": 1.2}
     top = "tree" if many else "chain"  # of two, what the chain covers is as large or larger
     return {
         name: {
             "gid": name, "label": name, "color": colour, "marker": marker, "linestyle": line,
             "zorder": 4 if name == top else 3,
         }
-        | ({"linewidth": 1, "markersize": 3, "elinewidth": 0.6, "capsize": 1.2, "ecolor": (colour, 0.6)} if many else {})
+        | (thin | {"ecolor": (colour, 0.6)} if many else {})
         for name, (colour, marker, line) in styles.items()
     }  # fmt: skip
 

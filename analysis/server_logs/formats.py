@@ -56,19 +56,19 @@ llama.cpp, a line a request (``tools/server/server-context.cpp``, ``server.cpp``
     draft acceptance = 0.64479 (  167 accepted /   259 generated), mean len =  2.92
          acc per pos = (0.805, 0.632, 0.483)
 
-The mean is 1 + accepted / verification steps: it is τ. The first form has no τ. But a few lines above it stands how many
-tokens the request gave, the first of which is the prompt's, and each later step gave one beside those accepted::
+The mean is 1 + accepted / verification steps: it is τ. The first form has no τ. But a few lines above it stands how
+many tokens the request gave, the first of which is the prompt's; each later step gave one beside those accepted::
 
     prompt eval time =     648.99 ms /   133 tokens (    4.88 ms per token,   204.94 tokens per second)
            eval time =   30387.12 ms /  2048 tokens (   14.84 ms per token,    67.40 tokens per second)
           total time =   31036.11 ms /  2181 tokens
     draft acceptance rate = 0.98260 ( 1186 accepted /  1207 generated)
 
-So its rounds are 2048 − 1186 − 1, marked as estimated: steps in which nothing was drafted are among them. Where that line
-is not in the log, they are drafted / the draft length that is given, which is too few where drafts ended early.
+So its rounds are 2048 − 1186 − 1, marked as estimated: steps in which nothing was drafted are among them. Where that
+line is not in the log, they are drafted / the draft length that is given, which is too few where drafts ended early.
 
-llama.cpp's ``llama-speculative-simple`` and ``llama-speculative`` (``examples``), once, at their end; every round gave one
-token beside those accepted, so that rounds are n_predict − n_accept::
+llama.cpp's ``llama-speculative-simple`` and ``llama-speculative`` (``examples``), once, at their end; every round gave
+one token beside those accepted, so that rounds are n_predict − n_accept::
 
     n_draft   = 16
     n_predict = 257

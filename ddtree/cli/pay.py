@@ -23,8 +23,8 @@ PAYS = (
     "that many of the chain's; where it is under 1, only if its round is cheaper."
 )
 REACHED = (
-    "tested: rounds that came to this depth with more than one token left to emit. The last one allowed is the target's "
-    "own, and no draft is compared with it; so depth 1 has fewer than there are rounds."
+    "tested: rounds that came to this depth with more than one token left to emit. The last one allowed is the "
+    "target's own, and no draft is compared with it; so depth 1 has fewer than there are rounds."
 )
 
 

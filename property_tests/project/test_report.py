@@ -96,6 +96,13 @@ def test_the_page_is_one_file_and_runs_its_own_script_alone():
     assert len(page) < 120_000
 
 
+def test_a_text_that_repeats_itself_is_told_of():
+    prompts, generation = generated([np.resize([10, 12, 13], 80), np.arange(80) % V], new=60)
+    page = report_html(Run(prompts, generation, VOCABULARY, {}))
+    assert '<p class="loops">2 of 2 texts repeat themselves at the end, which is easy to draft and inflates τ.' in page
+    assert 'class="loops"' not in report_html(a_run())
+
+
 def test_labels_show_what_cannot_be_seen():
     for token, label in (
         (b" a\tb\r\n", "·a⇥b␍⏎"),
