@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddtree.analysis.rounds import round_table
 from ddtree.analysis.loops import ends_in_loop
+from ddtree.analysis.rounds import round_table
 from ddtree.analysis.training import corpus, curves, evaluate
 from ddtree.analysis.training.corpus import Source
 from ddtree.drafters import OracleDrafter
