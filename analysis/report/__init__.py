@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree.analysis.acceptance import AcceptanceTable, acceptance_table
+from ddtree.analysis.loops import loops_said
 from ddtree.analysis.report.charts import chart_of_depths, chart_of_lengths
 from ddtree.analysis.runs import Run
 from ddtree.kdtr import atomic_write
@@ -58,6 +59,7 @@ def report_html(run: Run, *, title: str = "A run, round by round") -> str:
         "title": html.escape(title),
         "style": _part("page.css"),
         "summary": html.escape(_summary(run, table)),
+        "loops": f'<p class="loops">{loops}</p>' if (loops := html.escape(loops_said(run.generation.tokens))) else "",
         "settings": "".join(
             f"<dt>{html.escape(name)}</dt><dd>{html.escape(_plain(value))}</dd>" for name, value in run.settings.items()
         ),

@@ -92,7 +92,7 @@ def generate(
     the last of them, underlined, is the target's. Where there are no colours, bars stand between rounds.
 
     \b
-      ddtree generate --prompt "def fib(n):" --budget 64 --show-trees
+      ddtree generate --prompt "def get(self, key, default=None):" --show-trees
       ddtree generate --prompt-file half_a_module.py --temperature 0.7 --save run.kdtr
       ddtree generate --model ~/my-deepseek --ids 0,128,17 --mode chain
     """  # noqa: D301 - click takes the backspace for "do not wrap"
@@ -374,6 +374,8 @@ def _show_table(console: Console, generation: Generation, drafter: str) -> None:
     from rich import box
     from rich.table import Table
 
+    from ddtree.analysis.loops import loops_said
+
     tokens, total = sum(map(len, generation.tokens)), sum(generation.seconds.values())
     table = Table("", "", "", box=box.SIMPLE_HEAD, show_header=False)
     table.columns[1].justify = table.columns[2].justify = "right"
@@ -385,6 +387,9 @@ def _show_table(console: Console, generation: Generation, drafter: str) -> None:
         table.add_row(f"  {stage}", f"{seconds:.2f}", f"{seconds / total:.0%}" if total else "")
     console.print(table)
     console.print(f"Drafted by {drafter}; {', '.join(_endings(generation))}.", markup=False)
+    loops = loops_said(generation.tokens)
+    if loops:
+        console.print(loops, markup=False)
 
 
 def _endings(generation: Generation) -> Iterator[str]:

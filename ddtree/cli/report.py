@@ -42,4 +42,5 @@ def report(run: Path, output: Path, title: str) -> None:
     except OSError as error:
         raise _CannotReport(f"{error.filename or output}: {error.strerror or error}") from error
     size = output.stat().st_size
-    click.echo(f"{output}: {loaded.generation.num_rounds:,} rounds, {size / 1e6:.1f} MB")
+    shown = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
+    click.echo(f"{output}: {loaded.generation.num_rounds:,} rounds, {shown}")

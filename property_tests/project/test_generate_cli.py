@@ -265,3 +265,12 @@ def test_the_installed_pair_is_what_continues_without_a_model(run):
     assert result.stdout.replace("▏", "").startswith(text.rstrip()[:200].rstrip())
     assert saved.generation.tau is not None
     assert saved.generation.tau > 1.5
+
+
+def test_a_text_that_repeats_itself_is_told_of_and_that_of_the_readme_does_not(run):
+    pytest.importorskip("tokenizers", reason="optional library tokenizers is not installed")
+    said = "The text repeats itself at the end, which is easy to draft and inflates τ."
+    for prompt, loops in (("def fib(n):", True), ("def get(self, key, default=None):", False)):
+        result = run("--prompt", prompt)
+        assert result.exit_code == 0, result.output
+        assert (said in result.stdout) == loops
