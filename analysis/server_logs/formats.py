@@ -58,7 +58,25 @@ llama.cpp, a line a request (``tools/server/server-context.cpp``, ``server.cpp``
     draft acceptance = 0.64479 (  167 accepted /   259 generated), mean len =  2.92
          acc per pos = (0.805, 0.632, 0.483)
 
-The mean is 1 + accepted / verification steps: it is τ. The first form has no τ.
+The mean is 1 + accepted / verification steps: it is τ. The first form has no τ. But a few lines above it stands how many
+tokens the request gave, the first of which is the prompt's, and each later step gave one beside those accepted::
+
+    prompt eval time =     648.99 ms /   133 tokens (    4.88 ms per token,   204.94 tokens per second)
+           eval time =   30387.12 ms /  2048 tokens (   14.84 ms per token,    67.40 tokens per second)
+          total time =   31036.11 ms /  2181 tokens
+    draft acceptance rate = 0.98260 ( 1186 accepted /  1207 generated)
+
+So its rounds are 2048 − 1186 − 1, marked as estimated: steps in which nothing was drafted are among them. Where that line
+is not in the log, they are drafted / the draft length that is given, which is too few where drafts ended early.
+
+llama.cpp's ``llama-speculative-simple`` and ``llama-speculative`` (``examples``), once, at their end; every round gave one
+token beside those accepted, so that rounds are n_predict − n_accept::
+
+    n_draft   = 16
+    n_predict = 257
+    n_drafted = 304
+    n_accept  = 190
+    accept    = 62.500%
 
 Everywhere τ is the mean of tokens emitted a round by one request, the bonus included. Rates by position are
 unconditional where printed: accepted at position i / all rounds.
@@ -157,6 +175,10 @@ _LLAMA = re.compile(
     rb"(?:, mean (?:acceptance length|len) = *(\d{1,9}\.\d\d)"
     rb"(?:, acceptance rate per position = \((" + _RATES + rb")?\))?)?"
 )
+_LLAMA_TOKENS = re.compile(rb"(?<!prompt )eval time =\s*\d[\d.]* ms /\s*(\d{1,15}) tokens")
+_LLAMA_ABOVE = 1 << 10  # bytes above a request's line in which its tokens are looked for: some four lines
+_LLAMA_SUMMARY = re.compile(rb"n_accept\s+= (\d{1,15})\b")
+_LLAMA_PREDICTED = re.compile(rb"n_predict\s+= (\d{1,15})\b[^\0]*n_drafted\s+= (\d{1,15})\b")
 _LLAMA_RATES = re.compile(rb"acc per pos = \((" + _RATES + rb")\)")
 _COUNTERS = (
     b"vllm:spec_decode_num_",
@@ -257,6 +279,7 @@ class FileReader:
         self.v0_last: NDArray[np.int64] | None = None
         self.scrapes = _Scrapes()
         self.request: list[Any] | None = None  # llama.cpp's last, whose rates may follow
+        self.after_llama = 0  # offset behind its line: what stands before that says nothing of the next request
 
     def read(self, block: bytes, start: int) -> None:
         """Take in whole lines; before ``start`` are some of those that were read before."""
@@ -490,6 +513,7 @@ class FileReader:
 
     def _read_llama(self, block: bytes, start: int) -> None:
         hits = [*self._hits(block, start, b"draft acceptance", _LLAMA)]
+        hits += [hit for hit in self._hits(block, start, b"n_accept ", _LLAMA_SUMMARY) if hit[3]]
         if not hits and self.request is None:
             return
         rates = [hit for hit in self._hits(block, start, b"acc per pos = (", _LLAMA_RATES) if hit[3]]
@@ -500,18 +524,23 @@ class FileReader:
                     self.request[-1] = match[1]
                     self.recognised += 1
                 continue
-            if match is None or int(match[1]) > int(match[2]):
+            nearest = max(self.after_llama - self.offset + start, begin - _LLAMA_ABOVE, 0)
+            self.after_llama = self.offset - start + at
+            figures = None if match is None else _llama_figures(match, block[nearest:begin])
+            if figures is None and match is not None:
+                continue  # of llama-lookahead, which drafts nothing
+            if figures is None or int(figures[2]) > int(figures[3]):
                 self.damaged += 1
                 continue
             if self.request is not None:
                 done.append(self.request)
-            self.request = [line, self.clocks[4].read(block[begin:at]), *match.groups()]
+            self.request = [line, self.clocks[4].read(block[begin:at]), *figures]
         self._add_llama(done)
 
     def _add_llama(self, requests: list[list[Any]]) -> None:
         if not requests:
             return
-        line, seconds, accepted, drafted, mean, printed = zip(*requests, strict=True)
+        line, seconds, tokens, exact, accepted, drafted, mean, printed = zip(*requests, strict=True)
         rates, lengths = _rates(printed)
         figures = _Figures(
             accepted=_floats(accepted),
@@ -521,12 +550,23 @@ class FileReader:
             depth=np.full(len(line), np.nan),
             sums=np.where(lengths > 0, np.nansum(rates, axis=1), np.nan),
         )
-        # without a mean the draft length would not do: llama.cpp ends drafts early where it has little confidence
-        rounds, estimated, good = _rounds_of(figures, 0)
+        rounds, estimated, good = _rounds_of(figures, self.draft_length or 0)
+        steps = _array(tokens) - figures.accepted  # None is NaN
+        counted = np.isnan(figures.mean) & (steps > 0)
+        rounds, estimated = np.where(counted, steps, rounds), np.where(counted, ~np.array(exact), estimated)
         self.recognised += int(good.sum())
         self.damaged += int((~good).sum())
         running = np.full(len(line), np.nan)
         self._add_printed(4, good & (figures.drafted > 0), line, seconds, running, figures, rates, rounds, estimated)
+
+
+def _llama_figures(match: re.Match[bytes], above: bytes) -> tuple[Any, ...] | None:
+    """Tokens of the rounds, whether these are exact, accepted, drafted, mean, rates; None without n_drafted."""
+    if match.re is _LLAMA:
+        found = _LLAMA_TOKENS.findall(above)
+        return (int(found[-1]) - 1 if found else None, False, *match.groups())  # the first token is the prompt's
+    predicted = _LLAMA_PREDICTED.search(above)
+    return None if predicted is None else (int(predicted[1]), True, match[1], predicted[2], None, None)
 
 
 class _Figures(NamedTuple):

@@ -48,6 +48,13 @@ LLAMA = (
 LLAMA_OLD = "draft acceptance rate = 0.57576 (  171 accepted /   297 generated)"
 LLAMA_NEW = "draft acceptance = 0.64479 (  167 accepted /   259 generated), mean len =  2.92"
 LLAMA_NEW_RATES = "     acc per pos = (0.805, 0.632, 0.483)"
+LLAMA_TIMES = (
+    "prompt eval time =     648.99 ms /   133 tokens (    4.88 ms per token,   204.94 tokens per second)\n"
+    "       eval time =   30387.12 ms /  2048 tokens (   14.84 ms per token,    67.40 tokens per second)\n"
+    "      total time =   31036.11 ms /  2181 tokens\n"
+)
+LLAMA_TIMED = LLAMA_TIMES + "draft acceptance rate = 0.98260 ( 1186 accepted /  1207 generated)"
+LLAMA_SIMPLE = "n_draft   = 16\nn_predict = 257\nn_drafted = 304\nn_accept  = 190\naccept    = 62.500%"
 
 
 def scrape(drafts, drafted, accepted, at, running=None, prefix="vllm", labels='engine="0"'):
@@ -87,6 +94,10 @@ EACH = {
     f"{LLAMA_NEW}\n{LLAMA_NEW_RATES}": ("llama.cpp", 87, 0, 167, 259, 1 + 167 / 87),
     LLAMA_NEW: ("llama.cpp", 87, 0, 167, 259, 1 + 167 / 87),
     LLAMA_OLD: ("llama.cpp", 0, None, 171, 297, None),
+    LLAMA_TIMED: ("llama.cpp", 861, 1, 1186, 1207, 1 + 1186 / 861),
+    # of a line that has its mean, that counts
+    LLAMA_TIMES + LLAMA: ("llama.cpp", 87, 0, 167, 259, 1 + 167 / 87),
+    LLAMA_SIMPLE: ("llama.cpp", 67, 0, 190, 304, 257 / 67),
     FIRST: ("vLLM", 0, None, 337, 498, None),
 }
 
@@ -109,7 +120,35 @@ def test_each_form_worked_by_hand(text, dress):
     for name, expected in zip(names, EACH[text], strict=True):
         assert window[name] == (pytest.approx(expected) if isinstance(expected, int | float) else expected), name
     assert log.files[0].damaged == 0
-    assert log.files[0].unknown == 2 + text.count("# TYPE") + text.count("_created")
+    others = ("# TYPE", "_created", " time = ", "n_draft ", "n_predict", "n_drafted", "accept  ")
+    assert log.files[0].unknown == 2 + sum(map(text.count, others)) - text.count("n_accept  ")
+
+
+def test_tokens_of_one_request_say_nothing_of_the_next():
+    log = read(LLAMA_TIMED, LLAMA_OLD, "x" * 1_100, LLAMA_OLD.replace("171", "170"))
+    assert column(log, "rounds") == [861, 0, 0]
+    # more accepted than there are tokens is another request's too
+    assert column(read(LLAMA_TIMES.replace("2048", "171") + LLAMA_OLD), "rounds") == [0]
+
+
+def test_draft_length_gives_rounds_where_nothing_else_does():
+    log = read(LLAMA_OLD, LLAMA_TIMED, LLAMA, draft_length=11)
+    assert column(log, "rounds") == [27, 861, 87]
+    assert column(log, "estimated") == [1, 1, 0]
+    assert column(log, "tau")[0] == pytest.approx(1 + 171 / 27)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 64, 200, 1 << 12])
+def test_lines_above_are_seen_wherever_a_block_ends(block_bytes):
+    lines = [LLAMA_TIMED, "anything", LLAMA_SIMPLE, LLAMA_TIMED]
+    log = read(*lines, block_bytes=block_bytes)
+    assert column(log, "rounds") == [861, 67, 861]
+    assert log.windows.records() == read(*lines).windows.records()
+
+
+def test_an_example_that_drafts_nothing_is_about_other_things():
+    counts = read("n_predict = 512", "n_accept  = 187", LLAMA_SIMPLE.replace("190", "305")).files[0]
+    assert (counts.recognised, counts.damaged) == (0, 1)
 
 
 def test_rates_by_position_are_unconditional_and_conditional():
@@ -572,6 +611,28 @@ def test_plot_writes_single_files_and_compares(run, tmp_path):
     assert {"a.log, vLLM", "b.log, llama.cpp"} <= set(re.findall(r"\w\.log, [\w.]+", result.stdout))
 
 
+def test_plot_takes_what_does_not_end_like_a_file_for_a_folder(run, tmp_path):
+    (tmp_path / "a.log").write_text(LLAMA)
+    (tmp_path / "made.png").mkdir()
+    result = run("a.log", "-o", "fig_vllm.log/", "-o", "v1.2", "-o", "made.png")
+    assert result.exit_code == 0, result.output
+    for folder in ("fig_vllm.log", "v1.2", "made.png"):
+        assert (tmp_path / folder / "summary.json").is_file()
+
+
+def test_plot_writes_no_empty_figures(run, tmp_path):
+    (tmp_path / "a.log").write_text(LLAMA)
+    (tmp_path / "b.log").write_text(LLAMA_OLD)
+    result = run("a.log", "-o", "a")
+    names = ["by_position.png", "overview.png", "summary.json", "tau_over_time.png", "windows.csv"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == names
+    assert "Not drawn: by_running.png, as no line says how many requests ran" in result.stdout
+    result = run("b.log", "-o", "b")
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["summary.json", "windows.csv"]
+    assert "(see --draft-length)" in " ".join(result.stdout.split())
+
+
 def test_plot_takes_names_as_they_are(run, tmp_path):
     (tmp_path / "[").mkdir()
     (tmp_path / "[/bold].log").write_text(THIRD)
@@ -604,13 +665,18 @@ def test_plot_of_a_pipe_of_another_process(tmp_path):
         (["other.log", "swept"], "inputs must be of one kind, got log and sweep: plot them one after the other"),
         (["swept"], "swept/sweep.json: cells must be a list of rows"),
         (["swept", "-o", "tau.png"], "tau.png must be a folder: the figures of a sweep are several files"),
-        (["good.log", "-o", "tau.pdf"], "tau.pdf must be a folder, or a file ending in .png, .svg, .csv, .json"),
+        (
+            ["first.log", "-o", "tau.png"],
+            "tau.png: there is nothing to draw, no line says how many tokens a round gave;",
+        ),
+        (["good.log", "-o", "good.log"], "good.log cannot be written (File exists): choose another"),
         (["good.log", "-o", "good.log/x"], "good.log/x cannot be written (Not a directory): choose another"),
     ],
 )
 def test_plot_says_in_one_line_what_is_wrong(run, tmp_path, arguments, message):
     (tmp_path / "empty.log").write_text("")
     (tmp_path / "good.log").write_text(THIRD)
+    (tmp_path / "first.log").write_text(LLAMA_OLD)
     (tmp_path / "other.log").write_text("one\ntwo\n")
     (tmp_path / "cut.log").write_text(THIRD[:60])
     (tmp_path / "folder").mkdir()
