@@ -175,10 +175,10 @@ _LLAMA = re.compile(
     rb"(?:, mean (?:acceptance length|len) = *(\d{1,9}\.\d\d)"
     rb"(?:, acceptance rate per position = \((" + _RATES + rb")?\))?)?"
 )
-_LLAMA_TOKENS = re.compile(rb"(?<!prompt )eval time =\s*\d[\d.]* ms /\s*(\d{1,15}) tokens")
+_LLAMA_TOKENS = re.compile(rb"(?<!prompt )eval time = *\d[\d.]* ms / *(\d{1,15}) tokens")
 _LLAMA_ABOVE = 1 << 10  # bytes above a request's line in which its tokens are looked for: some four lines
-_LLAMA_SUMMARY = re.compile(rb"n_accept\s+= (\d{1,15})\b")
-_LLAMA_PREDICTED = re.compile(rb"n_predict\s+= (\d{1,15})\b[^\0]*n_drafted\s+= (\d{1,15})\b")
+_LLAMA_SUMMARY = re.compile(rb"n_accept += (\d{1,15})\b")
+_LLAMA_PREDICTED = re.compile(rb"n_predict += (\d{1,15})\b[^\0]*n_drafted += (\d{1,15})\b")
 _LLAMA_RATES = re.compile(rb"acc per pos = \((" + _RATES + rb")\)")
 _COUNTERS = (
     b"vllm:spec_decode_num_",

@@ -1,6 +1,7 @@
 """Server logs: every form is read as its engine means it, and no bytes make the reader fail."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -276,7 +277,8 @@ def test_counters_of_several_engines_are_reset_one_by_one_and_summed():
 def scrapes_of_counters(draw):
     """Label sets and their counters (drafts, draft tokens, accepted tokens, accepted at 1, 2), in any order."""
     engines = draw(st.integers(1, 3))
-    now, events = {}, []
+    now: dict[int, tuple[int, ...]] = {}
+    events = []
     for engine in draw(st.lists(st.integers(0, engines - 1), max_size=14)):
         if draw(st.integers(0, 3)) == 0:
             now.pop(engine, None)  # begins anew
@@ -291,12 +293,13 @@ def scrapes_of_counters(draw):
 
 def counted(events):
     """Totals of all windows: what is documented, in plain loops."""
-    scrapes = [{}]
+    scrapes: list[dict[int, tuple[int, ...]]] = [{}]
     for engine, values in events:
         if engine in scrapes[-1]:
             scrapes.append({})
         scrapes[-1][engine] = values
-    last, totals = {}, np.zeros(5)
+    last: dict[int, tuple[int, ...]] = {}
+    totals = np.zeros(5)
     for scrape in scrapes:
         window = np.zeros(5)
         for engine, values in scrape.items():
@@ -311,7 +314,8 @@ def counted(events):
 
 @given(scrapes_of_counters(), st.integers(1, 400))
 def test_counters_in_any_order_with_gaps_and_resets_are_as_counted_by_hand(events, block_bytes):
-    text = [scrape(*v[:3], v[3:], labels=f'engine="{e}",model_name="a}}\\"b"') for e, v in events]
+    labels = 'engine="{}",model_name="a}}\\"b"'
+    text = [scrape(v[0], v[1], v[2], v[3:], labels=labels.format(e)) for e, v in events]
     log = read(*text, block_bytes=block_bytes)
     sums = [log.windows.rounds.sum(), np.nansum(log.windows.drafted), log.windows.accepted.sum()]
     at = np.zeros(2)
@@ -642,6 +646,26 @@ def test_plot_takes_names_as_they_are(run, tmp_path):
     assert (tmp_path / "[red].png").exists()
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_plot_takes_names_that_are_no_text(tmp_path, encoding):
+    """In another process, whose arguments are bytes."""
+    folder = os.fsencode(tmp_path / "fig") + b"\xff"
+    with open(os.fsencode(tmp_path / "x") + b"\xff.log", "w") as file:
+        file.write(THIRD)
+    done = subprocess.run(
+        [sys.executable, "-m", "ddtree", "plot", b"x\xff.log", b"x\xff.log", "-o", b"fig\xff", "-o", b"\xff.png"],
+        capture_output=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": f"{encoding}:strict", "COLUMNS": "200"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    shown = "x�.log" if encoding == "utf-8" else "x?.log"
+    assert f"{shown}: 1 lines, 1 with figures" in done.stdout.decode()
+    assert sorted(os.listdir(folder))[-2:] == [b"tau_over_time.png", b"windows.csv"]
+    with open(folder + b"/summary.json", encoding="utf-8") as file:
+        assert json.load(file)["files"][0]["name"] == "x�.log"
+
+
 def test_plot_reads_a_pipe(run):
     result = run("-", input=(THIRD + "\n").encode())
     assert result.exit_code == 0, result.output
@@ -659,6 +683,10 @@ def test_plot_of_a_pipe_of_another_process(tmp_path):
     [
         (["missing.log"], "missing.log: No such file"),
         (["empty.log"], "empty.log is empty"),
+        (
+            ["wide.log"],
+            "about speculative decoding; it is UTF-16, and must be UTF-8",
+        ),
         (["other.log"], "other.log: no line of 2 is one of vLLM, SGLang or llama.cpp about speculative decoding"),
         (["cut.log"], "speculative decoding, and 1 begin like one but are damaged"),
         (["folder"], "folder is a folder without sweep.json: name the logs in it"),
@@ -675,6 +703,7 @@ def test_plot_of_a_pipe_of_another_process(tmp_path):
 )
 def test_plot_says_in_one_line_what_is_wrong(run, tmp_path, arguments, message):
     (tmp_path / "empty.log").write_text("")
+    (tmp_path / "wide.log").write_text(THIRD, "utf-16")
     (tmp_path / "good.log").write_text(THIRD)
     (tmp_path / "first.log").write_text(LLAMA_OLD)
     (tmp_path / "other.log").write_text("one\ntwo\n")
