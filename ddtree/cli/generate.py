@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddtree.cli.check import keep_inputs
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -103,6 +105,7 @@ def generate(
     from ddtree.engine import Engine, NonFiniteLogitsError
 
     try:
+        keep_inputs(files, () if save is None else (save,))
         _check_writable(save)
         source = _load(model, drafts=mode != "autoregressive")
         tokens = _tokens(source, prompts, files, ids)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from ddtree.cli.check import keep_inputs
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -78,6 +80,7 @@ def plot(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, draft_le
     (which,) = kinds
     if which not in _PLOTS:
         raise _CannotPlot(f"{inputs[0]} is a {which}, must be {' or '.join(_PLOTS)}")
+    keep_inputs(inputs, outputs)
     with _writable(outputs):
         _PLOTS[which](inputs, outputs, kind, draft_length)
 

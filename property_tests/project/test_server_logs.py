@@ -637,6 +637,17 @@ def test_plot_writes_no_empty_figures(run, tmp_path):
     assert "(see --draft-length)" in " ".join(result.stdout.split())
 
 
+def test_plot_overwrites_no_log(run, tmp_path):
+    (tmp_path / "log.csv").write_text(THIRD)
+    (tmp_path / "same.json").symlink_to(tmp_path / "log.csv")
+    for output in ("log.csv", "same.json", "../" + tmp_path.name + "/log.csv"):
+        result = run("log.csv", "-o", "figures", "-o", output)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"{output} is an input, and would be overwritten: name another output" in result.stderr
+    assert (tmp_path / "log.csv").read_text() == THIRD
+    assert not (tmp_path / "figures").exists()
+
+
 def test_plot_takes_names_as_they_are(run, tmp_path):
     (tmp_path / "[").mkdir()
     (tmp_path / "[/bold].log").write_text(THIRD)
