@@ -181,8 +181,11 @@ def save_run(
         arrays["token_byte_offsets"] = _offsets(vocabulary.token_bytes)
     try:
         text = json.dumps(dict(settings or {}), ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"settings must be what JSON can hold: {error}") from error
+        json.loads(text)  # what is nested too deeply is written, in some versions of Python, but not read
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"settings must be what JSON can hold: {error}") from error
     _rebuilt("generation", arrays, vocabulary)  # what cannot be read back is not written
     write_kdtr(path, arrays, {"format": FORMAT, "settings": text})
 

@@ -201,6 +201,14 @@ def test_what_does_not_belong_together_is_not_written(tmp_path):
         save_run(path, generation, prompts, settings={"x": np.zeros(2)})
     with pytest.raises(ValueError, match="settings must be what JSON can hold: "):
         save_run(path, generation, prompts, settings={"x": float("nan")})
+    nested: list[object] = []
+    for _ in range(5_000):
+        nested = [nested]
+    with pytest.raises(ValueError, match="settings must be what JSON can hold: maximum recursion depth exceeded"):
+        save_run(path, generation, prompts, settings={"x": nested})
+    for text in ({"x": "\ud800"}, {"\ud800": 1}, {"x": ["\udfff"]}):
+        with pytest.raises(ValueError, match=r"settings must be what JSON can hold: .*surrogates not allowed"):
+            save_run(path, generation, prompts, settings=text)
     cut = replace(generation, rounds=generation.rounds[:-1])
     with pytest.raises(ValueError, match=r"generation: new_offsets must end where the rounds of request 0 do, got 12"):
         save_run(path, cut, prompts)

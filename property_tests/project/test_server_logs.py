@@ -708,7 +708,7 @@ def test_plot_of_a_pipe_of_another_process(tmp_path):
             ["first.log", "-o", "tau.png"],
             "tau.png: there is nothing to draw, no line says how many tokens a round gave;",
         ),
-        (["good.log", "-o", "good.log"], "good.log cannot be written (File exists): choose another"),
+        (["good.log", "-o", "other.log"], "other.log cannot be written (File exists): choose another"),
         (["good.log", "-o", "good.log/x"], "good.log/x cannot be written (Not a directory): choose another"),
     ],
 )
