@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ddtree.arrays import array_namespace, to_numpy
-from ddtree.checks import INT32_MAX, first, integer, real
+from ddtree.checks import INT32_MAX, integer, real
 from ddtree.kdtr import atomic_write
 from ddtree.protocols import KVCache, Target
 from ddtree.trees import tree_from_parents
@@ -74,7 +74,8 @@ class CostModel:
         wanted = (len(self.contexts), len(self.nodes))
         if seconds.shape != wanted:
             raise ValueError(f"verify_seconds must have shape {wanted}, got {seconds.shape}")
-        _check_seconds(seconds)
+        if not (np.isfinite(seconds) & (seconds > 0)).all():
+            raise ValueError(f"verify_seconds must be finite and over 0, got {seconds.min()} … {seconds.max()}")
         slopes = np.diff(seconds, axis=1) / np.diff(self.nodes)
         # what a fit or a decimal notation rounds is no concavity
         slack = 1e-9 * seconds.max() / max(1, self.nodes[-1])
@@ -103,7 +104,10 @@ class CostModel:
             Nodes or a context outside what was measured, NaN, or of shapes that do not broadcast.
         """
         n, c = (np.asarray(a, np.float64) for a in (nodes, context))
-        _check_broadcast(n, c)
+        try:
+            np.broadcast_shapes(n.shape, c.shape)
+        except ValueError:
+            raise ValueError(f"nodes and context must have shapes that broadcast, got {n.shape} and {c.shape}") from None
         for name, values, known in (("nodes", n, self.nodes), ("context", c, self.contexts)):
             if np.isnan(values).any():
                 raise ValueError(f"{name} must be numbers, got nan")
@@ -211,7 +215,8 @@ def fit_cost_model(
             f"nodes, contexts and verify_seconds must have one shape (m,) with m >= 1, "
             f"got {n.shape}, {c.shape} and {s.shape}"
         )
-    _check_seconds(s)
+    if not (np.isfinite(s) & (s > 0)).all():
+        raise ValueError(f"verify_seconds must be finite and over 0, got {s.min()} … {s.max()}")
     knots, where = np.unique(n), np.unique(c)
     fitted = np.empty((len(where), len(knots)))
     for row, context in zip(fitted, where, strict=True):
@@ -271,22 +276,6 @@ def measure_passes(
                 found.append((n, context, time.perf_counter() - start))
     at, rows, seconds = (np.array(column) for column in zip(*found, strict=True))
     return at.astype(np.int64), rows.astype(np.int64), seconds.astype(np.float64)
-
-
-def _check_seconds(seconds: NDArray[np.float64]) -> None:
-    wrong = ~(np.isfinite(seconds) & (seconds > 0))
-    if wrong.any():
-        at = first(wrong)
-        raise ValueError(f"verify_seconds[{', '.join(map(str, at))}] must be finite and over 0, got {seconds[at]}")
-
-
-def _check_broadcast(nodes: NDArray[np.float64], context: NDArray[np.float64]) -> None:
-    try:
-        np.broadcast_shapes(nodes.shape, context.shape)
-    except ValueError:
-        raise ValueError(
-            f"nodes and context must have shapes that broadcast, got {nodes.shape} and {context.shape}"
-        ) from None
 
 
 def _nonnegative_least_squares(A: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
