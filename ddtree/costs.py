@@ -107,7 +107,9 @@ class CostModel:
         try:
             np.broadcast_shapes(n.shape, c.shape)
         except ValueError:
-            raise ValueError(f"nodes and context must have shapes that broadcast, got {n.shape} and {c.shape}") from None
+            raise ValueError(
+                f"nodes and context must have shapes that broadcast, got {n.shape} and {c.shape}"
+            ) from None
         for name, values, known in (("nodes", n, self.nodes), ("context", c, self.contexts)):
             if np.isnan(values).any():
                 raise ValueError(f"{name} must be numbers, got nan")
