@@ -101,24 +101,22 @@ class CostModel:
         Raises
         ------
         ValueError
-            Nodes or a context outside what was measured, NaN, or of shapes that do not broadcast.
+            Nodes or a context outside what was measured.
         """
         n, c = (np.asarray(a, np.float64) for a in (nodes, context))
-        try:
-            np.broadcast_shapes(n.shape, c.shape)
-        except ValueError:
-            raise ValueError(
-                f"nodes and context must have shapes that broadcast, got {n.shape} and {c.shape}"
-            ) from None
         for name, values, known in (("nodes", n, self.nodes), ("context", c, self.contexts)):
-            if np.isnan(values).any():
-                raise ValueError(f"{name} must be numbers, got nan")
             outside = (values < known[0]) | (values > known[-1])
             if not clamp and outside.any():
                 raise ValueError(
                     f"{name} must be within what was measured, {known[0]} … {known[-1]}, "
                     f"got {values[outside].flat[0]:g}: measure there, or pass clamp=True"
                 )
+        try:
+            np.broadcast_shapes(n.shape, c.shape)
+        except ValueError:
+            raise ValueError(
+                f"nodes and context must have shapes that broadcast, got {n.shape} and {c.shape}"
+            ) from None
         low, weight = self.place(c)
         at = np.interp(n, self.nodes, np.arange(len(self.nodes)))
         left = np.minimum(at.astype(np.int64), max(0, len(self.nodes) - 2))

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddtree.cli.check import keep_inputs
-
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -102,6 +100,7 @@ def generate(
         raise _CannotGenerate("there is no prompt: give one with --prompt, --prompt-file or --ids")
     from rich.console import Console
 
+    from ddtree.cli.check import keep_inputs
     from ddtree.engine import Engine, NonFiniteLogitsError
 
     try:
