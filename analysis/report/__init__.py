@@ -69,7 +69,8 @@ def report_html(run: Run, *, title: str = "A run, round by round") -> str:
         "script": script,
     }
     pieces = _part("page.html").split("$$")  # text and names take turns: what is put in is not looked through again
-    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+    page = "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+    return page.encode(errors="backslashreplace").decode()  # half a surrogate pair is shown as its escape
 
 
 def token_label(token: bytes) -> str:
@@ -92,7 +93,7 @@ def _json(document: Any) -> str:
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character, escaped in _ESCAPED.items():
         text = text.replace(character, escaped)
-    return text.encode(errors="backslashreplace").decode()
+    return text
 
 
 def _plain(value: Any) -> str:

@@ -100,9 +100,11 @@ def generate(
         raise _CannotGenerate("there is no prompt: give one with --prompt, --prompt-file or --ids")
     from rich.console import Console
 
+    from ddtree.cli.check import keep_inputs
     from ddtree.engine import Engine, NonFiniteLogitsError
 
     try:
+        keep_inputs(files, () if save is None else (save,))
         _check_writable(save)
         source = _load(model, drafts=mode != "autoregressive")
         tokens = _tokens(source, prompts, files, ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
+
+from ddtree.cli.check import keep_inputs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,6 +80,7 @@ def plot(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, draft_le
     (which,) = kinds
     if which not in _PLOTS:
         raise _CannotPlot(f"{inputs[0]} is a {which}, must be {' or '.join(_PLOTS)}")
+    keep_inputs(inputs, outputs)
     with _writable(outputs):
         _PLOTS[which](inputs, outputs, kind, draft_length)
 
@@ -122,13 +126,15 @@ def _plot_logs(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, dr
     from ddtree.analysis.figures.server_logs import nothing_to_draw
 
     log = _read(inputs, draft_length)
-    for counts in log.files:
+    for name, counts in zip(inputs, log.files, strict=True):
         if not counts.bytes:
             raise _CannotPlot(f"{counts.name} is empty")
         if not counts.recognised:
             raise _CannotPlot(
                 f"{counts.name}: no line of {counts.lines:,} is one of vLLM, SGLang or llama.cpp about speculative "
-                f"decoding" + (f", and {counts.damaged:,} begin like one but are damaged" if counts.damaged else "")
+                f"decoding"
+                + (f", and {counts.damaged:,} begin like one but are damaged" if counts.damaged else "")
+                + _encoding_hint(name)
             )
     missing = nothing_to_draw(log)
     for path in outputs:
@@ -143,6 +149,15 @@ def _plot_logs(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, dr
     if not all(map(_is_file, outputs)):
         for name, reason in missing.items():
             console.print(f"Not drawn: {name}.{kind}, as {reason}", markup=False)
+
+
+def _encoding_hint(name: str) -> str:
+    """What to do with a file that begins as UTF-16 does, such as one that PowerShell's > wrote."""
+    if not Path(name).is_file():
+        return ""
+    with open(name, "rb") as file:
+        wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return "; it is UTF-16, and must be UTF-8: convert it, as by iconv -f UTF-16 -t UTF-8" if wide else ""
 
 
 def _plot_sweeps(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, draft_length: int | None) -> None:
@@ -197,7 +212,7 @@ def _read(inputs: tuple[str, ...], draft_length: int | None) -> ServerLog:
                     yield "standard input", sys.stdin.buffer
                 else:
                     with open(name, "rb") as file:
-                        yield name, file
+                        yield click.format_filename(name), file
 
         return read_server_logs(
             opened(), draft_length=draft_length, on_bytes=lambda count: progress.advance(task, count)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from ddtree.cli.check import keep_inputs
+
 __all__ = ["report"]
 
 
@@ -35,8 +37,9 @@ def report(run: Path, output: Path, title: str) -> None:
     from ddtree.analysis.runs import load_run
 
     try:
+        keep_inputs([run], [output])
         loaded = load_run(run)
-        write_report(output, loaded, title=title or run.stem)
+        write_report(output, loaded, title=title or click.format_filename(run.stem))
     except ValueError as error:
         raise _CannotReport(str(error)) from error
     except OSError as error:

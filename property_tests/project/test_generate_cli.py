@@ -236,6 +236,10 @@ def test_colours_where_there_are_colours(run):
         (["--model", "latin.txt", "--ids", "1"], "latin.txt"),
         (["--model", BUNDLE, "--ids", "1", "--save", "no/run.kdtr"], "no/run.kdtr: No such file or directory"),
         (["--model", BUNDLE, "--ids", "1", "--save", "folder"], "folder: Is a directory"),
+        (
+            ["--model", BUNDLE, "--prompt-file", "latin.txt", "--save", "latin.txt"],
+            "latin.txt is an input, and would be overwritten: name another output",
+        ),
     ],
 )
 def test_generate_says_in_one_line_what_is_wrong(run, tmp_path, arguments, message):

@@ -189,6 +189,7 @@ def test_nothing_to_walk_gives_nan():
             ValueError,
             r"shown_budget must be one of .*\[4\], got 8",
         ),
+        (lambda c: would_a_tree_pay(c, (4,), shown_budget=0), ValueError, r"shown_budget must be one .*\[4\], got 0"),
         (lambda c: would_a_tree_pay(c, level=1.5), ValueError, r"level must be over 0"),
         (lambda c: would_a_tree_pay([]), ValueError, r"trace must have at least one chunk"),
     ],

@@ -5,9 +5,11 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import os
 import re
 import shutil
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -195,10 +197,16 @@ def test_report_says_in_one_line_what_is_wrong(run_command, tmp_path):
     (tmp_path / "text.kdtr").write_text("no KDTR file")
     run = a_run()
     save_run(tmp_path / "run.kdtr", run.generation, run.prompts)
+    (tmp_path / "hard.kdtr").hardlink_to(tmp_path / "run.kdtr")
+    (tmp_path / "soft").symlink_to(tmp_path, target_is_directory=True)
+    whole = (tmp_path / "run.kdtr").read_bytes()
     before = sorted(tmp_path.iterdir())
     for arguments, message in (
         (["missing.kdtr"], "missing.kdtr: No such file or directory"),
         (["text.kdtr"], "text.kdtr: "),
+        (["run.kdtr", "-o", "run.kdtr"], "run.kdtr is an input, and would be overwritten: name another output"),
+        (["run.kdtr", "-o", "hard.kdtr"], "hard.kdtr is an input, and would be overwritten"),
+        (["run.kdtr", "-o", "soft/run.kdtr"], "soft/run.kdtr is an input, and would be overwritten"),
         (["run.kdtr", "-o", "no/page.html"], "no/page.html: No such file or directory"),
     ):
         result = run_command(*arguments)
@@ -206,6 +214,21 @@ def test_report_says_in_one_line_what_is_wrong(run_command, tmp_path):
         assert result.stderr.startswith(f"Error: {message}")
         assert result.stderr.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "run.kdtr").read_bytes() == whole
+
+
+def test_a_page_of_what_utf_8_cannot_hold(run_command, tmp_path):
+    run = a_run()
+    settings = {"key \ud800": "value \udfff", "list": ["\ud800"]}
+    write_report(tmp_path / "page.html", replace(run, settings=settings), title="half \ud800")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    for shown in (r"half \ud800", r"key \ud800", r"value \udfff", r"[&quot;\ud800&quot;]"):
+        assert shown in page
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/r\xff.kdtr")
+    save_run(path, run.generation, run.prompts)
+    result = run_command(path, "-o", "named.html")
+    assert result.exit_code == 0, result.output
+    assert "<title>r�</title>" in (tmp_path / "named.html").read_text(encoding="utf-8")
 
 
 # in a browser
