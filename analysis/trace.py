@@ -100,7 +100,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import ddtree
 from ddtree.checks import INT32_MAX, integer, real
-from ddtree.kdtr import KdtrFile, atomic_write, write_kdtr
+from ddtree.kdtr import KdtrFile, atomic_write, remove_temporaries, write_kdtr
 from ddtree.reference.build_tree import drafted_widths
 from ddtree.tokens import token_row
 
@@ -324,19 +324,23 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
     """
     folder = Path(path)
     manifest = _read_manifest(folder / MANIFEST)
-    found = sorted(folder.glob("chunk-*.kdtr"))
-    chunks = [_chunk_path(folder, i) for i in range(len(found))]
+    found = _found_chunks(folder)
+    missing = next((i for i, chunk in enumerate(found) if chunk != _chunk_path(folder, i)), None)
     if manifest.complete:
         count = -(-manifest.num_prompts // manifest.prompts_a_chunk)
-        chunks = [_chunk_path(folder, i) for i in range(max(count, len(found)))]
         if len(found) > count:
-            raise ValueError(f"{chunks[count]}: must not be there, {MANIFEST} says num_prompts {manifest.num_prompts}")
-    for chunk in chunks:
-        if chunk not in found:
-            raise ValueError(f"{chunk}: is missing, record it again from there: remove the chunks behind it")
-    if not chunks:
+            raise ValueError(
+                f"{_chunk_path(folder, count)}: must not be there, {MANIFEST} says num_prompts {manifest.num_prompts}"
+            )
+        if missing is None and len(found) < count:
+            missing = len(found)
+    if missing is not None:
+        raise ValueError(
+            f"{_chunk_path(folder, missing)}: is missing, record it again from there: remove the chunks behind it"
+        )
+    if not found:
         raise ValueError(f"{folder}: must have a chunk or more, got an empty trace")
-    return Trace(manifest, chunks, folder.name or str(folder))
+    return Trace(manifest, found, folder.name or str(folder))
 
 
 def shipped_trace() -> Trace:
@@ -355,7 +359,8 @@ class TraceWriter:
     """Writes a trace, or goes on with one, a prompt at a time.
 
     Prompts are kept until a chunk is whole, then written. Used as a context manager, leaving it without an error writes
-    what is left and marks the trace complete; a killed or failed recording keeps its whole chunks.
+    what is left and marks the trace complete; a killed or failed recording keeps its whole chunks. A folder has one
+    writer at a time: before each write a writer sees that its trace is as it left it.
 
     Parameters
     ----------
@@ -378,7 +383,8 @@ class TraceWriter:
     Raises
     ------
     ValueError, TypeError
-        An argument by name; or the folder holds a finished trace, or one of another manifest, whose field is named.
+        An argument by name; or the folder holds a finished trace, or one of another manifest, whose field is named; or,
+        from a method, another writer has written to the folder meanwhile, or this one is closed. Nothing is written.
     """
 
     def __init__(
@@ -420,13 +426,14 @@ class TraceWriter:
         )
         self.folder = Path(path)
         self.num_chunks = self._begin()
+        self._left, self._closed = self._files(), False
         self.num_prompts = self.num_chunks * self.manifest.prompts_a_chunk
         self._held: list[tuple[str, NDArray[np.int32], int, NDArray[np.float32], NDArray[Any]]] = []
 
     def _begin(self) -> int:
         """See that what is there can be gone on with; return its chunks. Nothing is written before a chunk is."""
         path = self.folder / MANIFEST
-        chunks = sorted(self.folder.glob("chunk-*.kdtr"))
+        chunks = _found_chunks(self.folder)
         if not path.exists():
             if chunks:
                 raise ValueError(f"{self.folder}: must be empty or a trace, got chunks without {MANIFEST}")
@@ -480,6 +487,7 @@ class TraceWriter:
         ValueError, TypeError
             By name and place; nothing is added then.
         """
+        self._check_open()
         m, what = self.manifest, f"prompt {self.num_prompts}"
         row = token_row(f"tokens of {what}", tokens, m.vocab_size)
         prompt_len = integer(f"prompt_len of {what}", prompt_len, 1, len(row) - 1, "one token must be new")
@@ -509,14 +517,23 @@ class TraceWriter:
         self._held.append((name, row, prompt_len, values, np.where(drafted, ids, 0).astype(short)))
         self.num_prompts += 1
         if len(self._held) == m.prompts_a_chunk:
-            self._flush()
+            try:
+                self._flush()
+            except BaseException:
+                self._held.pop()
+                self.num_prompts -= 1
+                raise
 
     def close(self) -> None:
-        """Write what is left and mark the trace complete."""
+        """Write what is left and mark the trace complete; nothing can be added then. Once closed, it stays so."""
+        if self._closed:
+            return
         if self._held:
             self._flush()
-        self.manifest = replace(self.manifest, num_prompts=self.num_prompts)
-        self._write_manifest()
+        self._check_alone()
+        complete = replace(self.manifest, num_prompts=self.num_prompts)
+        self._write_manifest(complete)
+        self.manifest, self._closed = complete, True
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -524,8 +541,30 @@ class TraceWriter:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if kind is None:
             self.close()
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"{self.folder}: must be open to be added to, its writer is closed: make another one")
+
+    def _files(self) -> dict[str, tuple[int, int]]:
+        """When each file of the trace was written, and its size."""
+        paths = [path for path in (self.folder / MANIFEST, *_found_chunks(self.folder)) if path.exists()]
+        return {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
+
+    def _check_alone(self) -> None:
+        """See that the trace is as this writer left it, and remove what a killed one left half written."""
+        now = self._files()
+        if now != self._left:
+            names = sorted(n for n in {*now, *self._left} if now.get(n) != self._left.get(n))
+            raise ValueError(
+                f"{self.folder}: must have one writer at a time, another has changed {names[0]}: "
+                "stop the others, or choose another folder"
+            )
+        remove_temporaries(self.folder)
 
     def _flush(self) -> None:
+        self._check_alone()
         names, rows, lens, values, ids = zip(*self._held, strict=True)
         arrays = {
             "token_ids": np.concatenate(rows),
@@ -543,17 +582,18 @@ class TraceWriter:
             "first_prompt": str(self.num_prompts - len(names)),
             "names": json.dumps(names, ensure_ascii=False),
         }
-        if self.num_chunks == 0:
-            self._write_manifest()
+        if MANIFEST not in self._left:
+            self._write_manifest(self.manifest)
         write_kdtr(_chunk_path(self.folder, self.num_chunks), arrays, about)
         self.num_chunks += 1
-        self._held = []
+        self._left, self._held = self._files(), []
 
-    def _write_manifest(self) -> None:
+    def _write_manifest(self, manifest: Manifest) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.folder / MANIFEST) as file:
-            file.write(json.dumps({"format": FORMAT} | asdict(self.manifest), indent=1, ensure_ascii=False).encode())
+            file.write(json.dumps({"format": FORMAT} | asdict(manifest), indent=1, ensure_ascii=False).encode())
             file.write(b"\n")
+        self._left = self._files()
 
 
 def _share(name: str, value: Any) -> float:
@@ -564,6 +604,11 @@ def _share(name: str, value: Any) -> float:
 
 def _chunk_path(folder: Path, index: int) -> Path:
     return folder / f"chunk-{index:05d}.kdtr"
+
+
+def _found_chunks(folder: Path) -> list[Path]:
+    """The chunks that are there, by number, also of more digits than most have."""
+    return sorted(folder.glob("chunk-*.kdtr"), key=lambda path: (len(path.name), path.name))
 
 
 def _read_manifest(path: Path) -> Manifest:

@@ -245,6 +245,7 @@ DAMAGES = {
         lambda f: shutil.copy(f / "chunk-00000.kdtr", f / "chunk-00003.kdtr"),
         r"chunk-00003.kdtr: must not be there, manifest.json says num_prompts 5",
     ),
+    "far too few chunks": (of_manifest(num_prompts=2**31 - 1), r"chunk-00003.kdtr: is missing"),
     "no chunk": (lambda f: unfinish(f, remove=(0, 1, 2)), r"must have a chunk or more, got an empty trace"),
     "no prompt": (
         lambda f: (unfinish(f, remove=(0, 1, 2)), change_manifest(f, num_prompts=0)),
@@ -369,6 +370,88 @@ def test_writer_keeps_what_it_is_given(tmp_path):
         ("", [5, 9], 1, b"", []),
     ]
     assert chunk.draft_token_ids.dtype == np.int32
+
+
+def one_prompt(w, *new):
+    values = np.full((len(new) - 1, 2, 2), -np.inf)
+    w.append([5, *new], 1, values, np.zeros(values.shape, int))
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("steps", ["aaaaA", "aaaabA", "aabbaaA", "abaB", "ababA", "bBaA"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_second_writer_of_a_folder_is_refused_and_changes_nothing(tmp_path, steps, seed):
+    # a and b add a prompt, A and B close; who writes first goes on, whatever the other one is a recording of
+    writers = {name: writer(tmp_path / "t", prompts_a_chunk=2, seed=s) for name, s in (("a", 0), ("b", seed))}
+    counts, refused, first = dict.fromkeys("ab", 0), set(), ""
+    for step in steps + "aabbAB":
+        w, before = writers[step.lower()], files(tmp_path / "t") if (tmp_path / "t").exists() else {}
+        if step in refused or w.num_prompts == 4:
+            continue
+        try:
+            w.close() if step.isupper() else one_prompt(w, 1 + "ab".index(step), 3)
+            counts[step.lower()] += step.islower()
+        except ValueError as error:
+            assert re.search(r"must have one writer at a time, another has changed|its writer is closed", str(error))
+            assert files(tmp_path / "t") == before
+            refused.add(step)
+            continue
+        if (tmp_path / "t").exists() and files(tmp_path / "t") != before:
+            first = first or step.lower()
+            assert step.lower() == first
+    rows = columns(open_trace(tmp_path / "t").chunks())
+    assert len(rows) == writers[first].num_prompts == counts[first]
+    assert {row[1][1] for row in rows} == {1 + "ab".index(first)}
+
+
+def test_prompt_whose_chunk_cannot_be_written_is_not_added(tmp_path):
+    w, other = (writer(tmp_path / "t", prompts_a_chunk=2) for _ in range(2))
+    for each in (w, w, other):
+        one_prompt(each, 1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"another has changed chunk-00000.kdtr: stop the others, or choose"):
+            one_prompt(other, 1)
+        assert other.num_prompts == 1
+
+
+def test_closed_writer_takes_nothing_and_may_be_closed_again(tmp_path):
+    with writer(tmp_path / "t") as w:
+        one_prompt(w, 1)
+        w.close()
+    w.close()
+    whole = files(tmp_path / "t")
+    with pytest.raises(ValueError, match=r"must be open to be added to, its writer is closed: make another one"):
+        one_prompt(w, 1)
+    with pytest.raises(RuntimeError), writer(tmp_path / "u") as failed:
+        raise RuntimeError
+    with pytest.raises(ValueError, match=r"its writer is closed"):
+        one_prompt(failed, 1)
+    failed.close()
+    assert (files(tmp_path / "t"), (tmp_path / "u").exists()) == (whole, False)
+
+
+def test_what_a_killed_recording_left_half_written_is_removed(tmp_path):
+    code = textwrap.dedent(
+        """
+        import os, signal, sys
+        from ddtree.property_tests.project.test_trace import recorded
+        def kill(count):
+            if count:
+                os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+        recorded(sys.argv[1], prompts_a_chunk=2, on_prompts=kill)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "t")], check=False)
+    assert done.returncode == -signal.SIGKILL
+    for name in (".mine.tmp", "a.tmp"):
+        (tmp_path / "t" / name).touch()
+    assert sum(name.endswith(".tmp") for name in files(tmp_path / "t")) == 3
+    recorded(tmp_path / "t", prompts_a_chunk=2)
+    chunks = [f"chunk-0000{i}.kdtr" for i in range(3)]
+    assert sorted(files(tmp_path / "t")) == [".mine.tmp", "a.tmp", *chunks, "manifest.json"]
 
 
 @pytest.mark.parametrize(
