@@ -306,3 +306,9 @@ class _Renumbered:
             name: [self._start + r for r in getattr(context, name)] for name in ("request_ids", "began", "ended")
         }
         return self._drafter(replace(context, **numbers), depth, topk)
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Pass on who has ended, if the drafter keeps something of them."""
+        forget = getattr(self._drafter, "forget", None)
+        if forget is not None:
+            forget([self._start + r for r in request_ids])

@@ -373,14 +373,19 @@ class _Run:
 
     def steps(self) -> Iterator[Round | None]:
         """Run to the end: the prefill, which is no round (None), then each round. ``emissions`` are a step's tokens."""
-        if self.active:
-            with use_stream_of(self.cache.like):
-                self.prefill()
-            yield None
-        while self.active:
-            with use_stream_of(self.cache.like):
-                record = self.round()
-            yield record
+        try:
+            if self.active:
+                with use_stream_of(self.cache.like):
+                    self.prefill()
+                yield None
+            while self.active:
+                with use_stream_of(self.cache.like):
+                    record = self.round()
+                yield record
+        finally:
+            forget = getattr(self.drafter, "forget", None)
+            if forget is not None:
+                forget([*self.ended, *self.active])
 
     def prefill(self) -> None:
         """Run the prompts, a piece of each at a time, and commit the token after each: no round of its own."""
