@@ -18,7 +18,7 @@ from ddtree.analysis.trace import Trace, TraceWriter, open_trace
 from ddtree.arrays import to_numpy
 from ddtree.engine import Engine, Round
 from ddtree.protocols import CachingTarget, DraftContext, Drafter, Target
-from ddtree.tokens import token_row
+from ddtree.tokens import stop_tokens, token_row
 from ddtree.trees import DraftTree, chain_tree
 
 __all__ = ["read_prompts", "record", "record_trace", "vocabulary_digest"]
@@ -102,7 +102,7 @@ def record(
     for row in rows:
         digest.update(np.array([len(row), *row], "<i4").tobytes())
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    stops = [int(t) for t in stop_token_ids]
+    stops = stop_tokens(stop_token_ids, engine.vocab_size)
     writer = TraceWriter(
         path,
         *(engine.vocab_size, depth, topk),

@@ -102,7 +102,7 @@ import ddtree
 from ddtree.checks import INT32_MAX, integer, real
 from ddtree.kdtr import KdtrFile, atomic_write, remove_temporaries, write_kdtr
 from ddtree.reference.build_tree import drafted_widths
-from ddtree.tokens import token_row
+from ddtree.tokens import stop_tokens, token_row
 
 __all__ = ["Manifest", "Trace", "TraceChunk", "TraceWriter", "open_trace", "shipped_trace"]
 
@@ -412,10 +412,7 @@ class TraceWriter:
             depth=integer("depth", depth, 1, INT32_MAX - 1),
             topk=integer("topk", topk, 1, vocab_size, "the vocabulary size"),
             max_new_tokens=integer("max_new_tokens", max_new_tokens, 1, INT32_MAX),
-            stop_token_ids=tuple(
-                integer(f"stop_token_ids[{i}]", t, 0, vocab_size - 1, "the vocabulary")
-                for i, t in enumerate(stop_token_ids)
-            ),
+            stop_token_ids=tuple(stop_tokens(stop_token_ids, vocab_size)),
             temperature=real("temperature", temperature, least=0.0),
             top_p=_share("top_p", top_p),
             seed=integer("seed", seed, 0, 2**64 - 1),

@@ -230,6 +230,13 @@ def real(name: str, value: Any, least: float = -math.inf) -> float:
     return number
 
 
+def listed(name: str, values: Any) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence, got {type(values).__name__} {values!r}") from None
+
+
 def first(wrong: Any) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argwhere(wrong)[0])
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,77 @@ def test_cell_is_known_by_all_that_makes_it():
     assert len({fingerprint(p) for p in others}) == len(others)
 
 
+class Wide:
+    """A policy of one's own, whose name and budget do not say all that it does."""
+
+    budget = 4
+
+    def __init__(self, topk, label=None):
+        self.inner = limited(fixed_budget(4), topk=topk)
+        if label:
+            self.label = label
+
+    def __call__(self, *draft):
+        return self.inner(*draft)
+
+
+def of_my_own(*draft):
+    return fixed_budget(4)(*draft)
+
+
+of_my_own.budget = 4  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Own:
+    """A dataclass that is a policy."""
+
+    held: Any
+    budget: int = 4
+    apart: int = field(default=0, compare=False)
+
+    def __call__(self, *draft):
+        return fixed_budget(4)(*draft)
+
+
+@pytest.mark.parametrize("policy", [Wide(1), of_my_own, limited(Wide(1), topk=1), Own(Wide(1)), Own((of_my_own,))])
+def test_policy_that_another_could_be_taken_for_is_not_kept(traces, tmp_path, policy):
+    if not isinstance(policy, Own):
+        assert len(sweep(traces[:1], {"own": [policy]}).tau) == 1
+    name = re.escape(policy_name(policy))
+    with pytest.raises(TypeError, match=rf"policy {name}.* must have a label to be kept in a folder"):
+        sweep(traces[:1], {"own": [fixed_budget(1), policy]}, folder=tmp_path / "s")
+    assert not list((tmp_path / "s").rglob("*.kdtr"))
+
+
+@pytest.mark.parametrize("held", [{"a": 1}, {1}, len, np.array([{}]), Path(), (1, {"a": 1})])
+def test_policy_of_what_cannot_be_told_apart_is_named_with_its_field(traces, tmp_path, held):
+    with pytest.raises(
+        TypeError, match=r"policy Own\.held(\[1\])? must be numbers, text, .*, got \w+: .* leave out folder"
+    ):
+        sweep(traces[:1], {"own": [Own(held)]}, folder=tmp_path)
+
+
+def test_policies_of_ones_own_that_differ_are_computed_apart(traces, tmp_path):
+    own: list[Any] = [Wide(1, "widest 1"), Wide(4, "widest 4")]
+    apart = [sweep(traces[:1], {"own": [policy]}, folder=tmp_path).tau[0] for policy in own]
+    assert apart == [replay(traces[0], policy).tau for policy in own]
+    assert apart[0] != apart[1]
+    assert len({fingerprint(p) for p in (*own, Own(1), Own(2), Own("1"), Own(b"1"), Own(1, apart=1), Own((1,)))}) == 8
+
+
+def test_what_a_killed_sweep_left_half_written_is_removed(traces, tmp_path):
+    cells = tmp_path / "cells"
+    cells.mkdir()
+    for name in (".0123abcd.tmp", ".4567abcd.tmp", ".mine.tmp"):
+        (cells / name).touch()
+    for name in (".0123abcd.tmp", ".mine.tmp"):
+        os.utime(cells / name, (0, 0))
+    sweep(traces[:1], {"tree": [fixed_budget(2)]}, folder=tmp_path)
+    # the second may be another sweep's that is being written
+    assert sorted(p.name for p in cells.glob(".*")) == [".4567abcd.tmp", ".mine.tmp"]
+
+
 def test_damaged_cell_is_named(traces, tmp_path):
     grid = {"tree": [fixed_budget(2)]}
     sweep(traces[:1], grid, folder=tmp_path)
@@ -142,9 +213,14 @@ def test_damaged_cell_is_named(traces, tmp_path):
     cell.write_bytes(cell.read_bytes()[:-1])
     with pytest.raises(ValueError, match=rf"{cell.name}: truncated"):
         sweep(traces[:1], grid, folder=tmp_path)
-    write_kdtr(cell, {"sums": np.zeros((2, 3))})
-    with pytest.raises(ValueError, match=rf"{cell.name}: must hold sums \(P, 4\) and used_last_rank, remove it"):
+    cell.write_bytes(b"garbage")
+    with pytest.raises(ValueError, match=rf"{cell.name}: .*: remove the file, and its cell is computed again"):
         sweep(traces[:1], grid, folder=tmp_path)
+    good: dict[str, Any] = {"sums": np.zeros((2, 4)), "used_last_rank": np.array(1)}
+    for name, value in (("sums", (2, 3)), ("sums", 4), ("used_last_rank", 2), ("more", ())):
+        write_kdtr(cell, good | {name: np.zeros(value)})
+        with pytest.raises(ValueError, match=rf"{cell.name}: must hold sums .*, it is no cell: remove the file, and"):
+            sweep(traces[:1], grid, folder=tmp_path)
 
 
 def test_trace_in_memory_is_swept_as_its_files(traces):
@@ -173,6 +249,7 @@ class Deadly:
     """A policy that takes its process with it, until a file is there; then a chain."""
 
     budget = 2
+    label = "deadly"
 
     def __init__(self, flag):
         self.flag = Path(flag)
@@ -192,7 +269,7 @@ def test_killed_process_loses_no_finished_cell_and_the_sweep_goes_on(traces, tmp
     counting = Counting(monkeypatch)
     table = sweep(traces[:1], grid, folder=tmp_path)
     assert counting.names  # what was under way is done again
-    assert set(counting.names) < {"Deadly", "chain(3)", *map(policy_name, GRID["tree"])}
+    assert set(counting.names) < {"deadly", "chain(3)", *map(policy_name, GRID["tree"])}
     assert table.records()[:4] == sweep(traces[:1], {k: grid[k] for k in ("tree", "chain")}).records()
     assert table.tau[4] == replay(traces[0], chain(2)).tau
 
@@ -311,6 +388,18 @@ def test_traces_that_do_not_fit_together_are_named(traces, tmp_path, options, me
         (lambda t: sweep([], GRID), ValueError, r"traces must hold one trace or more, got none"),
         (lambda t: sweep(list("x"), GRID), TypeError, r"traces\[0\] must be a Trace, .*, got str"),
         (lambda t: sweep([t, t], GRID), ValueError, r"traces\[1\] must have a name of its own, 'n-gram' is"),
+        (lambda t: sweep([t], [chain(1)]), TypeError, r"grid must be a mapping of series to policies, .*, got list"),
+        (
+            lambda t: sweep([t], {"x": fixed_budget(3)}),  # type: ignore[dict-item]
+            TypeError,
+            r"grid\['x'\] must be a sequence of policies, got BestFirst: \[policy\]",
+        ),
+        (lambda t: sweep([t], GRID, stop_token_ids=5), TypeError, r"stop_token_ids must be a sequence, got int 5"),
+        (
+            lambda t: sweep([t], GRID, stop_token_ids=[11]),
+            ValueError,
+            r"stop_token_ids\[0\] must be in 0 … 10 .*, got 11",
+        ),
         (lambda t: sweep([t], {"tree": []}), ValueError, r"grid must hold one policy or more, got none"),
         (
             lambda t: sweep([t], {"a": [chain(1)] * 2}),
