@@ -534,6 +534,8 @@ def test_record_command_records_what_the_function_does(run, tmp_path):
         (["p.jsonl", "--held-out"], r"give PROMPTS, or --held-out for the pair's own"),
         (["p.jsonl", "--topk", "2049"], r"topk must be in 1 … 2048 \(the vocabulary size\), got 2049"),
         (["p.jsonl", "--depth", "8"], r"depth"),
+        (["p.jsonl", "--depth", "2000000000"], r"2000000000 is not in the range 1<=x<=1024"),
+        (["p.jsonl", "--max-new-tokens", "2000000000"], r"2000000000 is not in the range 1<=x<=65536"),
         (["p.jsonl", "--top-p", "2"], r"top_p must be over 0 and at most 1, got 2.0"),
         (["q.jsonl"], r"q.jsonl:1: must be JSON"),
         (["none.jsonl"], r"none.jsonl: No such file"),
@@ -549,6 +551,18 @@ def test_record_command_says_in_a_line_what_is_wrong_and_writes_nothing(run, tmp
     assert not (tmp_path / "t").exists()
 
 
+def test_what_does_not_fit_in_memory_is_said_in_a_line(run, traces, monkeypatch):
+    def out_of_memory(*arguments):
+        raise MemoryError("Unable to allocate 2.00 TiB")
+
+    monkeypatch.setattr(sweep_module, "_replayed", out_of_memory)
+    result = run("sweep", traces[0]._chunks[0].parent, "--out", "out")
+    assert (result.exit_code, result.output.splitlines()[-1]) == (
+        1,
+        "Error: this does not fit in memory, ask for less: Unable to allocate 2.00 TiB",
+    )
+
+
 def test_sweep_command_gives_the_same_with_processes(run, traces, tmp_path):
     folders = [trace._chunks[0].parent for trace in traces]
     words = ["sweep", *folders, "--budgets", "1,4"]
@@ -561,8 +575,10 @@ def test_sweep_command_gives_the_same_with_processes(run, traces, tmp_path):
     "words, message",
     [
         (["--budgets", "1,x"], r"must be whole numbers with commas between them"),
-        (["--budgets", "-1"], r"-1 must be 0 or more"),
-        (["--depth", "0"], r"0 must be 1 or more"),
+        (["--budgets", "-1"], r"-1 must be in 0 … 65,536"),
+        (["--budgets", "8,2000000000"], r"2000000000 must be in 0 … 65,536"),
+        (["--depth", "0"], r"0 must be in 1 … 1,024"),
+        (["--depth", "1000000"], r"1000000 must be in 1 … 1,024"),
         (["--policy", "oak"], r"policy must be tree, chain"),
         (["--topk", "9"], r"topk of policy .* must be at most 4, what n-gram has, got 9"),
         (["--max-new-tokens", "99"], r"max_new_tokens must be in 1 … 20 \(what was recorded\), got 99"),
