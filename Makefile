@@ -11,7 +11,7 @@ OPS := accept_tree,build_tree,choose_tokens,compact_cache,topk_log_probs,tree_po
 SIMULATOR = NUMBA_ENABLE_CUDASIM=1 DDTREE_PROFILE=simulator OPENBLAS_NUM_THREADS=1 \
   $(BIN)/python -m pytest -n auto -m "not large" --ddtree-backend numba_cuda --ddtree-ops $(OPS) --ddtree-at-least 2000
 
-.PHONY: demo test mutants coverage fuzz lint bench clean
+.PHONY: demo test docs mutants coverage fuzz lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/ddtree demo
@@ -20,6 +20,13 @@ demo: $(STAMP)
 test: $(STAMP)
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --ddtree-at-least 50000
 	$(SIMULATOR)
+
+# the site: pages, docstrings, and the figures that the pages' code draws. Any warning is an error.
+DOCS := analysis/docs
+docs: $(VENV)/.docs
+	rm -rf $(DOCS)/api $(DOCS)/figures
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d $(DOCS)/build/doctrees $(DOCS) $(DOCS)/build/html
+	@echo "Open $(DOCS)/build/html/index.html"
 
 # half an hour on two cores. A part of them: make mutants MUTANTS="--op accept_tree", see MUTANTS=--help
 mutants: $(STAMP)
@@ -59,5 +66,9 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,lint]"
 	@touch $@
 
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .coverage* build dist *.egg-info demo_output ddtree_failures fuzz_crashes .mutants
+	rm -rf $(VENV) $(DOCS)/build $(DOCS)/api $(DOCS)/figures .coverage* build dist *.egg-info demo_output ddtree_failures fuzz_crashes .mutants

@@ -22,7 +22,15 @@ from ddtree.analysis.rounds import RoundTable, concatenate_rounds, round_rows
 from ddtree.analysis.trace import Trace, TraceChunk
 from ddtree.checks import INT32_MAX, integer
 from ddtree.ops import accept_tree
-from ddtree.policies import BestFirst, Limited, StaticTree, check_policy_tree, likeliest_rank_paths, static_tree
+from ddtree.policies import (
+    BestFirst,
+    Limited,
+    StaticTree,
+    check_policy_tree,
+    likeliest_rank_paths,
+    policy_name,
+    static_tree,
+)
 from ddtree.protocols import Policy
 from ddtree.tokens import stop_tokens
 
@@ -284,6 +292,7 @@ class _PolicyPass:
 
     members: tuple[int, ...]
     policy: Policy
+    budget: int
 
     def replay(self, part: _Slice) -> list[RoundTable]:
         total = np.diff(part.new_offsets)
@@ -296,8 +305,9 @@ class _PolicyPass:
             roots = part.new_tokens[part.new_offsets[prompts] + i]
             draft = part.log_probs[rows], part.draft_token_ids[rows].astype(np.int32), roots
             prefix_len = part.prompt_lens[prompts] + i
-            tree = self.policy(*draft, prefix_len.astype(np.int32))
-            check_policy_tree(self.policy, tree, *draft)
+            log_probs, token_ids, _ = (a.copy() for a in draft)  # copies, as the engine gives
+            tree = self.policy(log_probs, token_ids, roots.copy(), prefix_len.astype(np.int32))
+            check_policy_tree(self.policy, tree, *draft, budget=self.budget)
             # Off the path a choice is asked of no node, so that each node may be given the token of its depth.
             after = i[:, None] + 1 + np.maximum(tree.depths, 0)
             places = part.new_offsets[prompts][:, None] + np.minimum(after, total[prompts][:, None] - 1)
@@ -322,15 +332,16 @@ def passes_of(policies: Sequence[Policy], depth: int, topk: int) -> list[_BestFi
                 f"budget, got {type(policy).__name__}"
             )
         inner, limits = policy, [depth, topk]
-        while isinstance(inner, Limited):
+        while type(inner) is Limited:  # a class derived from it may do otherwise
             limits = [
                 min(n, INT32_MAX if m is None else m) for n, m in zip(limits, (inner.depth, inner.topk), strict=True)
             ]
             inner = inner.policy
-        if isinstance(inner, BestFirst):
+        if type(inner) is BestFirst:
             groups.setdefault((*limits, id(inner.cost_model), inner.clamp), []).append((j, inner))
         else:
-            passes.append(_PolicyPass((j,), policy))
+            budget = integer(f"budget of policy {policy_name(policy)}", policy.budget, 0, INT32_MAX - 1)
+            passes.append(_PolicyPass((j,), policy, budget))
     for (d, k, _, _), members in groups.items():
         passes.append(_BestFirstPass(tuple(j for j, _ in members), tuple(rule for _, rule in members), d, k))
     return passes

@@ -12,10 +12,11 @@ row's root among them, V vocabulary. Lists of different lengths stand behind eac
     Which rows a round has, and N, L and K of its trees.
 ``row_requests`` int32, ``row_finished`` bool, ``row_bonus_token_ids`` int32, all (M)
     The request, whether the row ended it, and the target's choice after the last kept node.
-``node_offsets`` int64 (M + 1), ``node_token_ids``, ``node_parents``, ``node_ranks`` int32, ``node_scores`` float64,
-``node_choices`` int32, all (n)
+``node_offsets`` int64 (M + 1), ``node_token_ids``, ``node_parents``, ``node_ranks``, ``node_choices`` int32 (n)
     Trees as in :class:`ddtree.DraftTree`, parents as places in the row's own tree, and the target's choice after each
     node, −1 for none.
+``node_scores`` float64 (n)
+    The trees' scores.
 ``kept_offsets`` int64 (M + 1), ``kept_nodes`` int32
     The accepted path of each row, from the root down.
 ``seconds`` float64 (7)

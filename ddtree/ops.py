@@ -73,7 +73,7 @@ def topk_log_probs(
     -------
     log_probs : array, float32, shape (B, L, K)
         Log-softmax over the whole vocabulary, ≤ 0, non-increasing along K; equal logits have equal values. Within
-        1e-6 · max(1, |log Z|, |logit|) of the exact value. A row with +inf, or with nothing finite, is all −inf.
+        ``1e-6 · max(1, |log Z|, |logit|)`` of the exact value. A row with +inf, or with nothing finite, is all −inf.
     token_ids : array, int32, shape (B, L, K)
         By logit descending, then id ascending, exactly, whatever the log-probs round to.
 

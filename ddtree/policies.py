@@ -460,7 +460,9 @@ def tree_of_candidates(
     return DraftTree(tokens, parents, depths, ranks, scores, node_counts, words, L, K)
 
 
-def check_policy_tree(policy: Policy, tree: Any, log_probs: Any, token_ids: Any, root_token_ids: Any) -> None:
+def check_policy_tree(
+    policy: Policy, tree: Any, log_probs: Any, token_ids: Any, root_token_ids: Any, *, budget: int
+) -> None:
     """Refuse a tree that is not made of the draft, within the policy's budget and whole.
 
     Parameters
@@ -471,6 +473,8 @@ def check_policy_tree(policy: Policy, tree: Any, log_probs: Any, token_ids: Any,
         What it made, on any device.
     log_probs, token_ids, root_token_ids : array
         What it was made of, checked.
+    budget : int
+        The policy's when the run began: there is no room for more.
 
     Raises
     ------
@@ -486,7 +490,7 @@ def check_policy_tree(policy: Policy, tree: Any, log_probs: Any, token_ids: Any,
         host = _host_tree(tree)
         call = Call("accept_tree", None, {"target_token_ids": host.token_ids}, host)
         call.check_tree()
-        slots, budget = call.dims["N"], integer("budget", policy.budget, 0, INT32_MAX - 1)
+        slots = call.dims["N"]
         if call.dims["B"] != B:
             raise ValueError(f"tree must hold {B} requests, as the draft does, got {call.dims['B']}")
         if not 1 <= slots <= 1 + budget:

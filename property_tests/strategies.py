@@ -272,7 +272,7 @@ def paged_caches(
 
 @st.composite
 def attention_inputs(draw, dtype: Any = np.float32):
-    """An :class:`Attention` of any small tree and cache; the queries of unused slots are NaN.
+    """A :class:`ddtree.property_tests.nearness.Attention` of any small tree and cache; unused slots' queries are NaN.
 
     Shrinks towards few requests and nodes, and empty prefixes.
     """

@@ -145,11 +145,23 @@ class RootAlone:
         return chain_tree(root_token_ids[:, None])
 
 
+class WritesIntoItsArguments:
+    """Once its tree is made, which is right."""
+
+    budget = 5
+
+    def __call__(self, log_probs, token_ids, root_token_ids, prefix_lens):
+        tree = fixed_budget(self.budget)(log_probs, token_ids, root_token_ids, prefix_lens)
+        log_probs[:], token_ids[:], root_token_ids[:] = -9, 0, 0
+        prefix_lens += 3
+        return tree
+
+
 COSTS = CostModel(np.array([0, 4, 40]), np.array([0, 64]), np.array([[1.0, 1.1, 4.0], [2.0, 2.1, 9.0]]))
 POLICIES = [
     fixed_budget(6), confidence(12, 0.05), cost_aware(9, COSTS), chain(3), all_children(7, 2), spine_first(5),
     static_tree([(0,), (1,), (0, 0), (1, 1)]), limited(fixed_budget(8), depth=2, topk=2), LeastLikelyPolicy(),
-    RootAlone(),
+    RootAlone(), WritesIntoItsArguments(),
 ]  # fmt: skip
 
 

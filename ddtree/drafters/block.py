@@ -22,6 +22,7 @@ from ddtree.model import DeepseekV3
 from ddtree.model.layers import rms_norm, rope_cos_sin, rope_frequencies, rotate_halves, swiglu
 from ddtree.ops import topk_log_probs
 from ddtree.protocols import DraftContext
+from ddtree.threads import SMALL, small_products_on_one_thread
 
 __all__ = ["BlockConfig", "BlockDrafter", "load_block_drafter", "save_block_drafter"]
 
@@ -238,6 +239,12 @@ class BlockDrafter:
             f"BlockDrafter({c.num_hidden_layers} layers, hidden {c.hidden_size}, block {c.block_size}, {self._dtype})"
         )
 
+    @property
+    def small_products(self) -> bool:
+        """Whether its products on the host are too small to share between threads (see :mod:`ddtree.threads`)."""
+        return self.config.hidden_size < SMALL and self._xp is np
+
+    @small_products_on_one_thread
     def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[Any, Any]:
         """Return log-probs and token ids of shape (B, depth, topk); see :class:`ddtree.protocols.Drafter`.
 
@@ -278,7 +285,8 @@ class BlockDrafter:
         if known.length + len(features) != committed:
             raise ValueError(
                 f"hidden_states of request {request} must have {committed - known.length} rows, those committed since "
-                f"its last draft, got {len(features)}"
+                f"its last draft, got {len(features)}: a drafter serves one generation at a time, so two that run "
+                "side by side need one each"
             )
         features = features[max(0, len(features) - known.window) :]
         rows = rms_norm(features @ self._fc.T, self._hidden_norm, eps=self.config.rms_norm_eps)

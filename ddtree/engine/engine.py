@@ -515,8 +515,9 @@ class _Run:
             return self._likeliest_tree(log_probs, token_ids, roots, self.plan.budget)
         self._likeliest_tree(log_probs, token_ids, roots, 0)  # the root alone: it checks the draft
         token_ids = token_ids.astype(np.int32, copy=False)
-        tree = policy(log_probs, token_ids, roots, self.xp.asarray(prefix_lens))
-        check_policy_tree(policy, tree, log_probs, token_ids, roots)
+        # copies: what a policy writes into them changes nothing that is committed, and is not what its tree is held to
+        tree = policy(log_probs.copy(), token_ids.copy(), roots.copy(), self.xp.array(prefix_lens))
+        check_policy_tree(policy, tree, log_probs, token_ids, roots, budget=self.plan.budget)
         return _converted(tree, self._native)
 
     def _likeliest_tree(self, log_probs: Any, token_ids: Any, roots: Any, budget: int) -> DraftTree:

@@ -15,6 +15,7 @@ from ddtree.backends import get_backend, serving
 from ddtree.model.config import ModelConfig
 from ddtree.model.layers import LatentAttention, moe_experts, rms_norm, rope_cos_sin, route_experts, swiglu
 from ddtree.protocols import KVCache, TargetOutput
+from ddtree.threads import SMALL, small_products_on_one_thread
 from ddtree.trees import DraftTree
 
 __all__ = ["DeepseekV3", "check_names"]
@@ -110,6 +111,11 @@ class DeepseekV3:
         return self.config.vocab_size
 
     @property
+    def small_products(self) -> bool:
+        """Whether its products on the host are too small to share between threads (see :mod:`ddtree.threads`)."""
+        return self.config.hidden_size < SMALL and array_kind(self._embedding) == "numpy"
+
+    @property
     def embedding(self) -> Any:
         """Row of each token: (V, D), in the model's type, where the model lives; not to be written."""
         return self._embedding
@@ -129,6 +135,7 @@ class DeepseekV3:
         shape = (self.config.num_hidden_layers, num_pages, page_size, self.config.cache_width)
         return array_namespace(self._embedding).empty(shape, self.dtype)
 
+    @small_products_on_one_thread
     def forward(
         self,
         tree: DraftTree,

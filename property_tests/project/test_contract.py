@@ -49,22 +49,18 @@ def test_a_public_docstring_gives_shape_and_type_of_every_array(op: str) -> None
             assert re.search(r"float|int|the type of|any type", line[1]), f"{op}: {name} has no type"
 
 
-WITH_EXAMPLES = [
-    "ddtree.costs",
-    "ddtree.ops",
-    "ddtree.policies",
-    "ddtree.trees",
-    "ddtree.analysis.acceptance",
-    "ddtree.analysis.intervals",
-    "ddtree.analysis.rounds",
-    "ddtree.analysis.speedup",
-    "ddtree.drafters.oracle",
-    "ddtree.svg",
-]
+PACKAGE = Path(ddtree.__file__).parent
+WITH_EXAMPLES = sorted(
+    path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    for folder in ("*.py", "drafters/*.py", "engine/*.py", "interop/*.py", "model/*.py", "analysis/**/*.py")
+    for path in PACKAGE.glob(folder)
+    if re.search(r"^ *>>> ", path.read_text(encoding="utf-8"), re.M)
+)
 
 
 @pytest.mark.parametrize("module", WITH_EXAMPLES)
-def test_examples_in_docstrings_are_true(module: str) -> None:
+def test_examples_in_docstrings_are_true(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     loaded = importlib.import_module(module)
     result = doctest.testmod(loaded, extraglobs={"np": importlib.import_module("numpy")})
     assert result.attempted > 0

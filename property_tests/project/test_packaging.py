@@ -101,12 +101,13 @@ def test_wheel_holds_one_import_package_with_its_data_and_no_project_tests(built
         "ddtree/pairs/python-5m/trace/chunk-00000.kdtr",
         "ddtree/analysis/figures/__init__.py",
         "ddtree/analysis/benchmarks/results/h200/bench.json",
+        *(f"ddtree/analysis/examples/{path.name}" for path in (ROOT / "analysis" / "examples").glob("*.[pi]*")),
         *(f"ddtree/analysis/report/page.{kind}" for kind in ("html", "css", "js")),
         "ddtree/kernels/cupy/verified.json",
         *(f"ddtree/pairs/python-5m/{path.name}" for path in (ROOT / "ddtree" / "pairs" / "python-5m").glob("*.*")),
         *(f"ddtree/kernels/cupy/{path.name}" for path in (ROOT / "kernels" / "cupy").glob("*.cu*")),
     } <= held
-    assert not [n for n in held if "property_tests/project" in n]
+    assert not [n for n in held if "property_tests/project" in n or "analysis/docs" in n]
 
 
 def test_sdist_holds_real_files_and_makes_the_same_wheel(built: dict[str, Path]) -> None:

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import event, given
 
 from ddtree import build_tree, reference
+from ddtree.analysis.record import record
+from ddtree.analysis.replay import replay
 from ddtree.costs import CostModel, fit_cost_model, measure_passes
 from ddtree.engine import Engine, ScriptedTarget
 from ddtree.policies import (
@@ -140,7 +142,7 @@ def test_policy_keeps_the_paths_of_the_plain_one(name, draft, budget, prefix_len
     policy = make(budget)
     prefix_lens = np.full(len(draft[0]), prefix_len, np.int32)
     tree = policy(*draft, prefix_lens)
-    check_policy_tree(policy, tree, *draft)
+    check_policy_tree(policy, tree, *draft, budget=policy.budget)
     for b, rows in enumerate(candidates(draft)):
         assert tree_paths(tree, b) == plain(rows, prefix_len, budget)
     event("full" if (tree.node_counts == 1 + policy.budget).all() else "not full")
@@ -151,7 +153,7 @@ def test_limits_are_those_of_a_smaller_draft(draft, budget, depth, topk):
     log_probs, token_ids, roots = draft
     policy = limited(fixed_budget(budget), depth=depth, topk=topk)
     tree = policy(*draft, np.zeros_like(roots))
-    check_policy_tree(policy, tree, *draft)
+    check_policy_tree(policy, tree, *draft, budget=policy.budget)
     log_probs, token_ids = (np.ascontiguousarray(a[:, :depth, :topk]) for a in (log_probs, token_ids))
     assert_same_tree(tree, build_tree(log_probs, token_ids, roots, budget=budget))
     unlimited = limited(fixed_budget(budget))(*draft, np.zeros_like(roots))
@@ -277,6 +279,45 @@ def test_engine_names_the_policy_and_the_field_of_a_wrong_tree(name):
         engine.generate([text[:3]], 8)
 
 
+class ChangedIds:
+    """Draws its tree from a draft that it has changed."""
+
+    budget = 3
+
+    def __call__(self, log_probs, token_ids, roots, prefix_lens):
+        token_ids += 2
+        return fixed_budget(3)(log_probs, token_ids, roots, prefix_lens)
+
+
+class Growing:
+    """Wants more each time."""
+
+    budget = 3
+
+    def __call__(self, *draft):
+        self.budget += 8
+        return fixed_budget(self.budget)(*draft)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (ChangedIds, r"policy ChangedIds: tree.token_ids\[0, 1\] must be 3, what the draft says"),
+        (Growing, r"policy Growing: tree must have 1 … 4 node slots, the root's and its budget's, got 12"),
+    ],
+)
+def test_engine_and_replay_hold_a_policy_to_the_draft_and_the_budget_that_they_began_with(make, message, tmp_path):
+    text = np.arange(20) % 10
+    target, drafter = ScriptedTarget([text], 10), lambda context, depth, topk: LIVE_DRAFT[:2]
+    trace = record(target, drafter, [text[:3]], tmp_path / "trace", depth=3, topk=4, max_new_tokens=8)
+    for run in (
+        lambda: Engine(target, drafter, depth=3, topk=4, policy=make()).generate([text[:3]], 8),
+        lambda: replay(trace, make()),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()
+
+
 def test_one_candidate_twice_is_refused():
     tree = build_tree(*LIVE_DRAFT, budget=2)
     twice = replace(
@@ -289,7 +330,7 @@ def test_one_candidate_twice_is_refused():
     )
     twice = replace(twice, visibility_words=reference.visibility_words(twice.parents, twice.node_counts))
     with pytest.raises(ValueError, match=r"tree must hold each candidate of a node once, request 0 has one twice"):
-        check_policy_tree(fixed_budget(2), twice, *LIVE_DRAFT)
+        check_policy_tree(fixed_budget(2), twice, *LIVE_DRAFT, budget=2)
 
 
 @pytest.mark.parametrize(

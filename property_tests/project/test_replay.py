@@ -1,6 +1,6 @@
 """A replay's rounds are a live run's, whatever the policy; and what is said of what cannot be replayed."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import hypothesis.strategies as st
@@ -21,6 +21,8 @@ from ddtree.kdtr import read_kdtr
 from ddtree.model import golden_bundle, load_model
 from ddtree.pair import load_pair, load_prompts, pair_folder
 from ddtree.policies import (
+    BestFirst,
+    Limited,
     all_children,
     chain,
     confidence,
@@ -232,6 +234,39 @@ def test_shipped_trace_is_what_it_is_said_to_be():
     files = list((pair_folder() / "trace").iterdir())
     assert sum(path.stat().st_size for path in files) <= 4e6
     assert replay(trace, fixed_budget(64)).tau > replay(trace, chain(7)).tau > 3
+
+
+@dataclass(frozen=True)
+class OneNodeOf(BestFirst):
+    """A class derived from a policy that the compiled pass knows, and does otherwise."""
+
+    def __call__(self, *draft):
+        tree = super().__call__(*draft)
+        return first_nodes(tree, np.minimum(tree.node_counts, 2))
+
+
+@dataclass(frozen=True)
+class OneDeep(Limited):
+    """Likewise of a limited one."""
+
+    def __call__(self, *draft):
+        return limited(self.policy, depth=1)(*draft)
+
+
+@pytest.mark.parametrize("policy", [OneNodeOf("one", 9), OneDeep("one", fixed_budget(9), None, None)], ids=repr)
+def test_replay_calls_a_policy_that_is_derived_from_one_of_ours(pair, policy):
+    target, drafter, trace = pair
+    live = live_rounds(
+        target,
+        drafter,
+        PROMPTS,
+        policy,
+        trace.manifest.max_new_tokens,
+        depth=trace.manifest.depth,
+        topk=trace.manifest.topk,
+    )
+    assert_same_rounds(replay(trace, policy), live)
+    assert live.num_nodes.max() < 9
 
 
 def test_slices_do_not_change_a_table(pair, monkeypatch):
