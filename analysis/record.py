@@ -174,7 +174,7 @@ def read_prompts(
             raise ValueError(f"{path}: must be UTF-8 text, got {error}") from error
         lines = [(path.name, text)]
         if path.suffix == ".jsonl":
-            numbered = enumerate(text.splitlines(), 1)
+            numbered = enumerate(text.split("\n"), 1)  # a string may hold other line ends, such as U+2028
             lines = [(f"{path.name}:{n}", line) for n, line in numbered if line.strip()]
         for place, line in lines:
             prompt, name = _parsed(path.parent / place, line) if path.suffix == ".jsonl" else (line, "")
@@ -194,7 +194,7 @@ def vocabulary_digest(token_bytes: Sequence[bytes]) -> str:
 def _parsed(place: Path, line: str) -> tuple[Any, str]:
     try:
         found = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, or lists in lists too deep
         raise ValueError(f"{place}: must be JSON, got {error}") from error
     if not isinstance(found, dict):
         return found, ""
@@ -203,6 +203,9 @@ def _parsed(place: Path, line: str) -> tuple[Any, str]:
         raise ValueError(f"{place}: must have prompt or token_ids, one of them, got {sorted(found)}")
     if not isinstance(found.get("name", ""), str):
         raise ValueError(f"{place}: name must be a string, got {found['name']!r}")
+    for key, kind, must in (("prompt", str, "a string"), ("token_ids", list, "a list of token ids")):
+        if not isinstance(found.get(key, kind()), kind):
+            raise ValueError(f"{place}: {key} must be {must}, got {type(found[key]).__name__}")
     return found[given[0]], found.get("name", "")
 
 

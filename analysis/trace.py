@@ -611,7 +611,7 @@ def _found_chunks(folder: Path) -> list[Path]:
 def _read_manifest(path: Path) -> Manifest:
     try:
         document = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # neither JSON nor UTF-8, or lists in lists too deep
         raise ValueError(f"{path}: must be JSON, got {error}") from error
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise ValueError(f"{path}: format must be {FORMAT!r}")
@@ -631,9 +631,13 @@ def _read_manifest(path: Path) -> Manifest:
             raise ValueError(f"{path}: {name} must be in {least} … {INT32_MAX}, got {document[name]}")
     if document["topk"] > document["vocab_size"]:
         raise ValueError(f"{path}: topk must be at most vocab_size {document['vocab_size']}, got {document['topk']}")
-    if not all(isinstance(t, int) and 0 <= t < document["vocab_size"] for t in document["stop_token_ids"]):
-        raise ValueError(f"{path}: stop_token_ids must lie in the vocabulary, got {document['stop_token_ids']}")
-    document["stop_token_ids"] = tuple(document["stop_token_ids"])
+    try:
+        document["stop_token_ids"] = tuple(stop_tokens(document["stop_token_ids"], document["vocab_size"]))
+        real("temperature", document["temperature"], least=0.0)
+        _share("top_p", document["top_p"])
+        integer("seed", document["seed"], 0, 2**64 - 1)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
     return Manifest(**document)
 
 
@@ -724,7 +728,7 @@ def _check_drafts(log_probs: NDArray[np.float32], token_ids: NDArray[Any], vocab
 def _about_chunk(path: Path, about: dict[str, str], count: int) -> tuple[int, tuple[str, ...]]:
     try:
         first, names = int(about["first_prompt"]), json.loads(about["names"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: first_prompt and names must be a number and a list in JSON: {error}") from error
     if not isinstance(names, list) or len(names) != count or not all(isinstance(n, str) for n in names):
         raise ValueError(f"{path}: names must be {count} strings, one a prompt, got {about['names'][:80]}")

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddtree.arrays import (
     Device,
@@ -235,6 +236,19 @@ def listed(name: str, values: Any) -> list[Any]:
         return list(values)
     except TypeError:
         raise TypeError(f"{name} must be a sequence, got {type(values).__name__} {values!r}") from None
+
+
+def numbers(name: str, values: Any) -> NDArray[Any]:
+    """``values`` as a NumPy array of integers or floats, whose lists have equal lengths and no truth values."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{name} must have rows of one length, got lists of several") from None
+    if array.dtype.kind not in "iuf" and array.size:
+        raise TypeError(f"{name} must hold numbers, got {array.dtype}")
+    if not hasattr(values, "dtype") and any(isinstance(v, bool | np.bool_) for v in np.asarray(values, object).flat):
+        raise TypeError(f"{name} must hold numbers, got a truth value among them")
+    return array
 
 
 def first(wrong: Any) -> tuple[int, ...]:

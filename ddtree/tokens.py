@@ -30,6 +30,10 @@ def token_row(name: str, tokens: Any, vocab_size: int | None = None) -> NDArray[
     ValueError, TypeError
         Another shape, another type, or an id outside the vocabulary, named with its place.
     """
+    if isinstance(tokens, list | tuple):
+        for i, token in enumerate(tokens):
+            if isinstance(token, bool | list | tuple):
+                raise TypeError(f"{name}[{i}] must be a token id, got {type(token).__name__}")
     row = np.frombuffer(tokens, np.uint8) if isinstance(tokens, bytes | bytearray) else np.asarray(tokens)
     if row.ndim != 1:
         hint = "; put a single sequence in a list" if row.ndim == 0 else ""

@@ -205,6 +205,11 @@ def test_context_begins_anew_and_is_dropped_at_the_end(pair, prompts):
         pair.drafter(context_of(pair.drafter, pair.target, {7: first[:10]}, began=[], known={7: 5}), 3, 2)
 
 
+def test_what_is_no_folder_is_named():
+    with pytest.raises(TypeError, match=r"path must be the folder of a pair, a str or os.PathLike, got int"):
+        load_pair(5)
+
+
 def test_recording_keeps_no_context(pair, prompts, tmp_path):
     pair.drafter.forget(list(pair.drafter._contexts))
     record(pair.target, pair.drafter, prompts.tokens[:5], tmp_path / "t", max_new_tokens=4, prompts_a_chunk=2)

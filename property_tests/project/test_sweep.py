@@ -442,6 +442,12 @@ def test_prompts_are_read_as_text_and_as_lines(tmp_path):
     "line, message",
     [
         ("{", r"p.jsonl:1: must be JSON, got"),
+        ("[" * 10**5, r"p.jsonl:1: must be JSON, got maximum recursion"),
+        ('{"token_ids": "abc"}', r"p.jsonl:1: token_ids must be a list of token ids, got str"),
+        ('{"prompt": [1, 2]}', r"p.jsonl:1: prompt must be a string, got list"),
+        ('{"prompt": null}', r"p.jsonl:1: prompt must be a string, got NoneType"),
+        ("[1, true]", r"p.jsonl:1: token_ids\[1\] must be a token id, got bool"),
+        ("[1, [2, 3]]", r"p.jsonl:1: token_ids\[1\] must be a token id, got list"),
         ("3", r"p.jsonl:1: prompt must be a string or a list of token ids, got int"),
         ('{"text": "x"}', r"p.jsonl:1: must have prompt or token_ids, one of them, got \['text'\]"),
         ('{"prompt": "x", "name": 3}', r"p.jsonl:1: name must be a string, got 3"),
@@ -457,6 +463,16 @@ def test_line_that_is_no_prompt_is_named(tmp_path, line, message):
     (tmp_path / "p.txt").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"p.txt: must be UTF-8 text, got"):
         read_prompts([tmp_path / "p.txt"], encode)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_line_of_a_file_of_prompts_ends_at_a_line_feed_alone(tmp_path, end):
+    texts = ["a\u2028b", "a\u0085b", "a\u2029b", "a\x1cb", "a\x0bb"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts[:3]] + list(map(json.dumps, texts[3:]))
+    (tmp_path / "p.jsonl").write_bytes(end.join(lines).encode())
+    tokens, names = read_prompts([tmp_path / "p.jsonl"], encode)
+    assert [t.tolist() for t in tokens] == list(map(encode, texts))
+    assert names == [f"p.jsonl:{n}" for n in range(1, 6)]
 
 
 def test_vocabularies_differ_by_digest():
@@ -534,6 +550,7 @@ def test_record_command_records_what_the_function_does(run, tmp_path):
         (["p.jsonl", "--held-out"], r"give PROMPTS, or --held-out for the pair's own"),
         (["p.jsonl", "--topk", "2049"], r"topk must be in 1 … 2048 \(the vocabulary size\), got 2049"),
         (["p.jsonl", "--depth", "8"], r"depth"),
+        (["deep.jsonl"], r"deep.jsonl:1: must be JSON, got maximum recursion"),
         (["p.jsonl", "--depth", "2000000000"], r"2000000000 is not in the range 1<=x<=1024"),
         (["p.jsonl", "--max-new-tokens", "2000000000"], r"2000000000 is not in the range 1<=x<=65536"),
         (["p.jsonl", "--top-p", "2"], r"top_p must be over 0 and at most 1, got 2.0"),
@@ -545,6 +562,7 @@ def test_record_command_records_what_the_function_does(run, tmp_path):
 def test_record_command_says_in_a_line_what_is_wrong_and_writes_nothing(run, tmp_path, words, message):
     (tmp_path / "p.jsonl").write_text("[1, 2]")
     (tmp_path / "q.jsonl").write_text("{")
+    (tmp_path / "deep.jsonl").write_text("[" * 10**5)
     result = run("record", "--out", "t", *words)
     assert result.exit_code in (1, 2)
     assert re.search(message, " ".join(result.output.split())), result.output
@@ -579,6 +597,7 @@ def test_sweep_command_gives_the_same_with_processes(run, traces, tmp_path):
         (["--budgets", "8,2000000000"], r"2000000000 must be in 0 … 65,536"),
         (["--depth", "0"], r"0 must be in 1 … 1,024"),
         (["--depth", "1000000"], r"1000000 must be in 1 … 1,024"),
+        (["--policy", "cost:deep.json"], r"deep.json: must be JSON, got maximum recursion"),
         (["--policy", "oak"], r"policy must be tree, chain"),
         (["--topk", "9"], r"topk of policy .* must be at most 4, what n-gram has, got 9"),
         (["--max-new-tokens", "99"], r"max_new_tokens must be in 1 … 20 \(what was recorded\), got 99"),
@@ -586,6 +605,7 @@ def test_sweep_command_gives_the_same_with_processes(run, traces, tmp_path):
     ],
 )
 def test_sweep_command_says_in_a_line_what_is_wrong(run, traces, words, message):
+    Path("deep.json").write_text("[" * 10**5)
     result = run("sweep", traces[0]._chunks[0].parent, "--out", "out", *words)
     assert result.exit_code in (1, 2)
     assert re.search(message, " ".join(result.output.split()))

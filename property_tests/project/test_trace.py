@@ -1,6 +1,7 @@
 """Recorded traces: what is in them, that a killed recording goes on, and that each damage is named."""
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -237,6 +238,7 @@ def flip_byte(folder):
 
 DAMAGES = {
     "no JSON": (lambda f: (f / "manifest.json").write_text("{"), r"manifest.json: must be JSON, got"),
+    "a deep manifest": (lambda f: (f / "manifest.json").write_text("[" * 10**5), r"manifest.json: must be JSON, got"),
     "no manifest": (lambda f: (f / "manifest.json").write_text("[]"), r"manifest.json: format must be 'ddtree"),
     "another format": (of_manifest(format="x"), r"manifest.json: format must be"),
     "a missing field": (of_manifest(depth="gone"), r"manifest.json: depth is missing"),
@@ -245,7 +247,13 @@ DAMAGES = {
     "an unknown field": (of_manifest(more=1), r"manifest.json: more is no field of a manifest"),
     "a depth of 0": (of_manifest(depth=0), r"manifest.json: depth must be in 1 … \d+, got 0"),
     "too wide": (of_manifest(topk=12), r"manifest.json: topk must be at most vocab_size 11, got 12"),
-    "a stop outside": (of_manifest(stop_token_ids=[11]), r"manifest.json: stop_token_ids must lie in the vocabulary"),
+    "a stop outside": (of_manifest(stop_token_ids=[11]), r"manifest.json: stop_token_ids\[0\] must be in 0 … 10 "),
+    "a true stop": (of_manifest(stop_token_ids=[True]), r"manifest.json: stop_token_ids\[0\] must be an integer, got"),
+    "no temperature": (of_manifest(temperature=math.nan), r"manifest.json: temperature must be finite and .*, got nan"),
+    "cold": (of_manifest(temperature=-1.0), r"manifest.json: temperature must be finite and at least 0, got -1.0"),
+    "no top-p": (of_manifest(top_p=math.inf), r"manifest.json: top_p must be finite, got inf"),
+    "too much": (of_manifest(top_p=1.5), r"manifest.json: top_p must be over 0 and at most 1, got 1.5"),
+    "no seed": (of_manifest(seed=-1), r"manifest.json: seed must be in 0 … \d+, got -1"),
     "another trace": (of_manifest(seed=5), r"chunk-00000.kdtr: trace must be '[0-9a-f]+', as in manifest.json, got"),
     "too few chunks": (lambda f: (f / "chunk-00001.kdtr").unlink(), r"chunk-00001.kdtr: is missing"),
     "too many chunks": (
@@ -268,6 +276,7 @@ DAMAGES = {
         r"chunk-00000.kdtr: format must be 'ddtree trace 1', .*, got None",
     ),
     "no names": (of_chunk(lambda a, about: about.pop("names")), r"chunk-00000.kdtr: first_prompt and names must be"),
+    "deep names": (of_chunk(lambda a, about: about.update(names="[" * 10**5)), r"kdtr: first_prompt and names must be"),
     "names of others": (of_chunk(lambda a, about: about.update(names="[1]")), r"names must be 2 strings, .* got \[1\]"),
     "a missing array": (of_chunk(lambda a, about: a.pop("log_probs")), r"chunk-00000.kdtr: log_probs is missing"),
     "another type": (
