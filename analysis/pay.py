@@ -108,6 +108,8 @@ class PayTable(Table):
     pays_below, pays_low, pays_high : array, float64, shape (rows,)
         τ over that of the best chain, and its interval from the same draws of prompts: the policy is faster than that
         chain while a round of it costs less than that many of the chain's.
+    used_last_rank : array, int64, shape (rows,)
+        Rounds whose tree has a node of rank K − 1, the last that was recorded: a wider record might have changed it.
     choices : ChoiceTable
         Rank of the target's choice by depth.
     level : float
@@ -125,12 +127,13 @@ class PayTable(Table):
     pays_below: NDArray[np.float64]
     pays_low: NDArray[np.float64]
     pays_high: NDArray[np.float64]
+    used_last_rank: NDArray[np.int64]
     choices: ChoiceTable
     level: float
 
     columns = (
         "policy", "budget", "expected", "tau", "low", "high", "n_rounds", "n_tokens",
-        "pays_below", "pays_low", "pays_high",
+        "pays_below", "pays_low", "pays_high", "used_last_rank",
     )  # fmt: skip
 
     def __str__(self) -> str:
@@ -206,13 +209,15 @@ def would_a_tree_pay(
 class _Promises:
     """What each policy would keep and expects at each position; C policies: chains of depth 1 … L, then trees.
 
-    ``accepted`` int64 and ``expected`` float64 are (M, C), ``nodes`` int64 (M, C) too; ``place`` (M, L) is the node
-    index of the target's choice at each depth, which is the budget from which on it is in the tree.
+    ``accepted`` int64 and ``expected`` float64 are (M, C), ``nodes`` int64 (M, C) too, and ``used_last_rank`` bool;
+    ``place`` (M, L) is the node index of the target's choice at each depth, which is the budget from which on it is in
+    the tree.
     """
 
     accepted: NDArray[np.int64]
     expected: NDArray[np.float64]
     nodes: NDArray[np.int64]
+    used_last_rank: NDArray[np.bool_]
     place: NDArray[np.int64]
 
     def path_in_tree(self, budget: int) -> NDArray[np.bool_]:
@@ -227,11 +232,11 @@ def _promises(chosen: Choices, budgets: Sequence[int], backend: str | None) -> _
     batch = max(1, _TREES // (1 + budgets[-1]))
     parts = [_of_trees(chosen, slice(i, i + batch), budgets, backend) for i in range(0, M, batch)]
     empty = np.zeros((0, len(budgets)))
-    accepted, expected, nodes, place = (
+    accepted, expected, nodes, last, place = (
         np.concatenate([start, *column])
         for start, column in zip(
-            (empty.astype(np.int64), empty, empty.astype(np.int64), np.zeros((0, L), np.int64)),
-            zip(*parts, strict=True) if parts else [()] * 4,
+            (empty.astype(np.int64), empty, empty.astype(np.int64), empty > 0, np.zeros((0, L), np.int64)),
+            zip(*parts, strict=True) if parts else [()] * 5,
             strict=True,
         )
     )
@@ -240,20 +245,20 @@ def _promises(chosen: Choices, budgets: Sequence[int], backend: str | None) -> _
     first = chosen.log_probs[:, :, 0].astype(np.float64) if K else np.full((M, L), -np.inf)
     reach = np.exp(np.cumsum(first, axis=1))
     drafted = np.logical_and.accumulate(first > -np.inf, axis=1)
+    chained = np.cumsum(drafted, axis=1)
     return _Promises(
         np.concatenate([np.minimum(likeliest[:, None], depth), accepted], axis=1),
         np.concatenate(
             [1 + np.cumsum(np.where(depth < chosen.remaining[:, None], reach, 0), axis=1), expected], axis=1
         ),
-        np.concatenate([np.cumsum(drafted, axis=1), nodes], axis=1),
+        np.concatenate([chained, nodes], axis=1),
+        np.concatenate([(chained > 0) & (K == 1), last], axis=1),
         place,
     )
 
 
-def _of_trees(
-    chosen: Choices, rows: slice, budgets: Sequence[int], backend: str | None
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Accepted drafts, expected tokens and nodes by budget, and the place of each depth's choice, of some positions."""
+def _of_trees(chosen: Choices, rows: slice, budgets: Sequence[int], backend: str | None) -> tuple[NDArray[Any], ...]:
+    """Every column of :class:`_Promises` by budget, and the place of each depth's choice, of some positions."""
     choices, remaining = chosen.choices[rows], chosen.remaining[rows]
     tree = ddtree.build_tree(
         chosen.log_probs[rows], chosen.token_ids[rows], chosen.root_token_ids[rows], budget=budgets[-1], backend=backend
@@ -270,7 +275,9 @@ def _of_trees(
         1 + np.cumsum(np.where(counted, np.exp(np.where(counted, tree.scores, -np.inf)), 0.0), axis=1)[:, budgets]
     )
     nodes = np.minimum(tree.node_counts[:, None] - 1, budgets)
-    return accepted, expected, nodes, place
+    of_last_rank = tree.ranks[:, 1:] == chosen.log_probs.shape[2] - 1
+    first_of_last = np.where(of_last_rank.any(1), 1 + of_last_rank.argmax(1), _NOWHERE)
+    return accepted, expected, nodes, first_of_last[:, None] <= budgets, place
 
 
 def _walk(
@@ -278,10 +285,11 @@ def _walk(
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Go through every prompt with every policy at once, as decoding does: a round, then on by what it emitted.
 
-    Returns tokens, rounds, nodes and expected tokens, float64 (P, C, 4), and where rounds began, bool (M, C).
+    Returns tokens, rounds, nodes, expected tokens and rounds that used the last rank, float64 (P, C, 5), and where
+    rounds began, bool (M, C).
     """
     M, C = promises.accepted.shape
-    sums, visited = np.zeros((len(starts) - 1, C, 4)), np.zeros((M, C), np.bool_)
+    sums, visited = np.zeros((len(starts) - 1, C, 5)), np.zeros((M, C), np.bool_)
     prompt, policy = (a.ravel() for a in np.indices((len(starts) - 1, C)))
     at, end = starts[prompt], starts[prompt + 1]
     while True:
@@ -291,9 +299,8 @@ def _walk(
             return sums, visited
         tokens = np.minimum(promises.accepted[at, policy] + 1, remaining[at])
         visited[at, policy] = True
-        sums[prompt, policy] += np.stack(
-            [tokens, np.ones(len(at)), promises.nodes[at, policy], promises.expected[at, policy]], axis=1
-        )
+        counted = (promises.nodes, promises.expected, promises.used_last_rank)
+        sums[prompt, policy] += np.stack([tokens, np.ones(len(at)), *(a[at, policy] for a in counted)], axis=1)
         at = at + tokens
 
 
@@ -331,9 +338,9 @@ def _pay_table(
     seed: int,
     resamples: int,
 ) -> PayTable:
-    """Make the table of sums by prompt (P, C, 4)."""
+    """Make the table of sums by prompt (P, C, 5)."""
     sums = sums[sums[:, :, 1].sum(1) > 0]  # prompts of one new token have no round
-    columns = [np.ascontiguousarray(sums[:, c]) for c in range(len(keys))]
+    columns = [np.ascontiguousarray(sums[:, c, :4]) for c in range(len(keys))]
     taus = tau_table_from_sums(keys, columns, level=level, seed=seed, resamples=resamples)
     chains = [c for c, (policy, _) in enumerate(keys) if policy == "chain"]
     draws = resample_sums(sums[:, :, :2].reshape(len(sums), 2 * len(keys)), seed=seed, resamples=resamples)
@@ -342,5 +349,5 @@ def _pay_table(
     low, high = percentile_interval(drawn / drawn[:, best : best + 1], level=level)
     return PayTable(
         taus.policy, taus.budget, taus.expected, taus.tau, taus.low, taus.high, taus.n_rounds, taus.n_tokens,
-        taus.tau / taus.tau[best], low, high, choices, level,
+        taus.tau / taus.tau[best], low, high, sums[:, :, 4].sum(0).astype(np.int64), choices, level,
     )  # fmt: skip

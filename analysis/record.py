@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ddtree.analysis.progress import progress_bar
-from ddtree.analysis.trace import Trace, TraceWriter, open_trace
+from ddtree.analysis.trace import Trace, TraceWriter, check_same_prompts, open_trace
 from ddtree.arrays import to_numpy
 from ddtree.engine import Engine, Round
 from ddtree.protocols import CachingTarget, DraftContext, Drafter, Target
@@ -53,8 +53,8 @@ def record(
     both. One that computes in floating point on the target's hidden states may round otherwise where a pass had
     another shape; then a replay and a live run agree but where two scores, or two logits, are as near as that.
 
-    A drafter sees the numbers that the requests have among all prompts, whatever the chunk. A trace that is there,
-    unfinished and of the same arguments, is continued behind its last whole chunk.
+    A drafter sees the numbers that the requests have among all prompts, whatever the chunk. A trace that is there, of
+    the same arguments, is continued behind its last whole chunk; a finished one is what is returned, as it is.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ def record(
     backend : str, optional
         Who does the operations.
     on_prompts : callable, optional
-        Called with the number of prompts that are recorded, at first and after each chunk.
+        Called with the number of prompts that are recorded, at first and after each chunk; of a finished trace once.
 
     Returns
     -------
@@ -87,7 +87,7 @@ def record(
     Raises
     ------
     ValueError, TypeError
-        An argument by name, before any work; or the folder holds something else.
+        An argument by name, before any work; or the folder holds something else: the field that differs is named.
     """
     if drafter is None:
         raise TypeError("drafter must be a drafter, got None")
@@ -101,6 +101,7 @@ def record(
     digest = hashlib.sha256()
     for row in rows:
         digest.update(np.array([len(row), *row], "<i4").tobytes())
+    check_same_prompts(Path(path), digest.hexdigest(), rows)
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
     stops = stop_tokens(stop_token_ids, engine.vocab_size)
     writer = TraceWriter(

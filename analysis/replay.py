@@ -26,6 +26,7 @@ from ddtree.policies import (
     BestFirst,
     Limited,
     StaticTree,
+    check_policy,
     check_policy_tree,
     likeliest_rank_paths,
     policy_name,
@@ -307,7 +308,7 @@ class _PolicyPass:
             prefix_len = part.prompt_lens[prompts] + i
             log_probs, token_ids, _ = (a.copy() for a in draft)  # copies, as the engine gives
             tree = self.policy(log_probs, token_ids, roots.copy(), prefix_len.astype(np.int32))
-            check_policy_tree(self.policy, tree, *draft, budget=self.budget)
+            tree = check_policy_tree(self.policy, tree, *draft, budget=self.budget)
             # Off the path a choice is asked of no node, so that each node may be given the token of its depth.
             after = i[:, None] + 1 + np.maximum(tree.depths, 0)
             places = part.new_offsets[prompts][:, None] + np.minimum(after, total[prompts][:, None] - 1)
@@ -326,11 +327,7 @@ def passes_of(policies: Sequence[Policy], depth: int, topk: int) -> list[_BestFi
     groups: dict[Any, list[tuple[int, BestFirst]]] = {}
     passes: list[_BestFirstPass | _PolicyPass] = []
     for j, policy in enumerate(policies):
-        if not callable(policy) or not hasattr(policy, "budget"):
-            raise TypeError(
-                f"policies[{j}] must be callable as (log_probs, token_ids, root_token_ids, prefix_lens) and have a "
-                f"budget, got {type(policy).__name__}"
-            )
+        check_policy(f"policies[{j}]", policy)
         inner, limits = policy, [depth, topk]
         while type(inner) is Limited:  # a class derived from it may do otherwise
             limits = [

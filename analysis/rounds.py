@@ -75,6 +75,14 @@ class RoundTable:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def __repr__(self) -> str:
+        rounds, prompts = len(self), len(np.unique(self.prompt))
+        tau = f", τ = {self.tau:.2f}" if rounds else ""
+        return (
+            f"RoundTable({rounds:,} round{'s' * (rounds != 1)} of {prompts:,} prompt{'s' * (prompts != 1)}, "
+            f"L = {self.max_depth}{tau})"
+        )
+
     @property
     def max_depth(self) -> int:
         """L, the widest of the rounds that were put together."""

@@ -106,7 +106,7 @@ class SweepTable(Table):
 
 
 def sweep(
-    traces: Sequence[Trace],
+    traces: Trace | Sequence[Trace],
     grid: Mapping[str, Sequence[Policy]],
     executor: Executor | None = None,
     *,
@@ -121,7 +121,7 @@ def sweep(
 
     Parameters
     ----------
-    traces : sequence of Trace
+    traces : Trace or sequence of Trace
         One or more, of one vocabulary, L and K, with names of their own.
     grid : mapping of str to sequence of Policy
         Policies by series, such as ``{"tree": [fixed_budget(8), fixed_budget(64)], "chain": [chain(7)]}``. Labels are
@@ -392,9 +392,9 @@ def limits_of(policy: Policy, trace: Trace) -> tuple[int, int]:
 
 
 def _checked(
-    traces: Sequence[Trace], grid: Mapping[str, Sequence[Policy]]
+    traces: Trace | Sequence[Trace], grid: Mapping[str, Sequence[Policy]]
 ) -> tuple[list[Trace], list[str], list[Policy]]:
-    traces = list(traces)
+    traces = [traces] if isinstance(traces, Trace) else list(traces)
     if not traces:
         raise ValueError("traces must hold one trace or more, got none")
     for i, trace in enumerate(traces):

@@ -47,6 +47,8 @@ With vLLM, the same from two of its models; requests are batched by vLLM itself:
 
 .. code-block:: python
 
+    import numpy as np
+    from ddtree.analysis.trace import TraceWriter
     from vllm import LLM, SamplingParams, TokensPrompt
 
     def record_vllm(target, drafter, prompts, path, depth=4, topk=8, max_new_tokens=32):
@@ -67,6 +69,9 @@ With vLLM, the same from two of its models; requests are batched by vLLM itself:
 With SGLang, ``drafter`` and ``target`` being ``sglang.Engine``:
 
 .. code-block:: python
+
+    import numpy as np
+    from ddtree.analysis.trace import TraceWriter
 
     def record_sglang(target, drafter, vocab_size, prompts, path, depth=4, topk=8, max_new_tokens=32):
         greedy = {"temperature": 0, "max_new_tokens": max_new_tokens}
@@ -365,7 +370,8 @@ class TraceWriter:
     Parameters
     ----------
     path : str or os.PathLike
-        The folder, made if it is not there. One that holds an unfinished trace of the same manifest is continued.
+        The folder, made if it is not there. One that holds an unfinished trace of the same manifest is continued; a
+        finished one is left as it is, if ``prompts`` tells that it is of the same.
     vocab_size, depth, topk : int
         V, L and K.
     max_new_tokens : int
@@ -383,8 +389,9 @@ class TraceWriter:
     Raises
     ------
     ValueError, TypeError
-        An argument by name; or the folder holds a finished trace, or one of another manifest, whose field is named; or,
-        from a method, another writer has written to the folder meanwhile, or this one is closed. Nothing is written.
+        An argument by name; or the folder holds a trace of another manifest, whose field is named, or a finished one of
+        which nobody knows the prompts; or, from a method, another writer has written to the folder meanwhile, or
+        nothing can be added any more. Nothing is written.
     """
 
     def __init__(
@@ -425,6 +432,8 @@ class TraceWriter:
         self.num_chunks = self._begin()
         self._left, self._closed = self._files(), False
         self.num_prompts = self.num_chunks * self.manifest.prompts_a_chunk
+        if self.manifest.complete:
+            self.num_prompts = self.manifest.num_prompts
         self._held: list[tuple[str, NDArray[np.int32], int, NDArray[np.float32], NDArray[Any]]] = []
 
     def _begin(self) -> int:
@@ -436,14 +445,19 @@ class TraceWriter:
                 raise ValueError(f"{self.folder}: must be empty or a trace, got chunks without {MANIFEST}")
             return 0
         there = _read_manifest(path)
-        if there.complete:
-            raise ValueError(f"{path}: must be of an unfinished trace, this one is complete: choose another folder")
         for f in fields(Manifest):
             old, new = getattr(there, f.name), getattr(self.manifest, f.name)
             if f.name not in ("num_prompts", "version") and old != new:
+                wanted, got = ("those", "others") if f.name == "prompts" else (f"{old!r}, as", repr(new))
                 raise ValueError(
-                    f"{path}: {f.name} must be {new!r} to go on with this recording, got {old!r}: choose another folder"
+                    f"{path}: {f.name} must be {wanted} of the recording that is there, to go on with it, got {got}: "
+                    "choose another folder"
                 )
+        if there.complete:
+            if not there.prompts:
+                raise ValueError(f"{path}: must be of an unfinished trace, this one is complete: choose another folder")
+            self.manifest = there
+            return len(chunks)
         if chunks != [_chunk_path(self.folder, i) for i in range(len(chunks))]:
             raise ValueError(f"{self.folder}: chunks must be numbered without a gap, got {chunks[-1].name} as the last")
         for chunk in chunks:
@@ -482,7 +496,7 @@ class TraceWriter:
         Raises
         ------
         ValueError, TypeError
-            By name and place; nothing is added then.
+            By name and place, or the trace is complete; nothing is added then.
         """
         self._check_open()
         m, what = self.manifest, f"prompt {self.num_prompts}"
@@ -523,14 +537,14 @@ class TraceWriter:
 
     def close(self) -> None:
         """Write what is left and mark the trace complete; nothing can be added then. Once closed, it stays so."""
-        if self._closed:
+        if self._closed or self.manifest.complete:
             return
         if self._held:
             self._flush()
         self._check_alone()
         complete = replace(self.manifest, num_prompts=self.num_prompts)
         self._write_manifest(complete)
-        self.manifest, self._closed = complete, True
+        self.manifest = complete
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -541,6 +555,10 @@ class TraceWriter:
         self._closed = True
 
     def _check_open(self) -> None:
+        if self.manifest.complete:
+            raise ValueError(
+                f"{self.folder}: the trace is complete, with {self.manifest.num_prompts} prompts: nothing can be added"
+            )
         if self._closed:
             raise ValueError(f"{self.folder}: must be open to be added to, its writer is closed: make another one")
 
@@ -591,6 +609,34 @@ class TraceWriter:
             file.write(json.dumps({"format": FORMAT} | asdict(manifest), indent=1, ensure_ascii=False).encode())
             file.write(b"\n")
         self._left = self._files()
+
+
+def check_same_prompts(folder: Path, digest: str, prompts: Sequence[NDArray[np.int32]]) -> None:
+    """Say in words how prompts differ from those of the trace in ``folder``, if there is one and they do.
+
+    A manifest has no more than the digest of its prompts, but the chunks have those that were recorded.
+    """
+    path = folder / MANIFEST
+    there = _read_manifest(path) if path.exists() else None
+    if there is None or there.prompts == digest:
+        return
+    recorded = [
+        chunk.prompt_tokens(p)[: chunk.prompt_lens[p]]
+        for chunk in Trace(there, _found_chunks(folder), folder.name)
+        for p in range(chunk.num_prompts)
+    ]
+    other = [p for p, (old, new) in enumerate(zip(recorded, prompts, strict=False)) if not np.array_equal(old, new)]
+    if other:
+        how = f"prompts[{other[0]}] has other tokens"
+    elif there.complete or len(recorded) > len(prompts):
+        number = f"{len(recorded)}{'' if there.complete else ' or more'}"
+        how = f"{len(prompts)} instead of {number}, as far as they go the same"
+    else:
+        how = f"the first {len(recorded)} are the same, and behind them their number or their tokens are not"
+    raise ValueError(
+        f"{path}: prompts must be those of the recording that is there, to go on with it, got others ({how}): "
+        "choose another folder"
+    )
 
 
 def _share(name: str, value: Any) -> float:

@@ -117,7 +117,9 @@ class Call:
         if not array.flags.c_contiguous:
             raise ValueError(
                 f"{name} must be C-contiguous, got strides {tuple(array.strides)} bytes "
-                f"for shape {tuple(array.shape)}; pass a contiguous copy"
+                f"for shape {tuple(array.shape)}; pass a contiguous copy, as np.ascontiguousarray makes one"
+                + ", or limit a policy by ddtree.policies.limited(policy, topk=…)"
+                * (self.op == "build_tree")
             )
         if written and not getattr(array.flags, "writeable", True):
             raise ValueError(f"{name} must be writable, got a read-only array: pass a copy that may be written")

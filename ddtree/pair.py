@@ -46,6 +46,10 @@ class Prompts(NamedTuple):
     tokens: list[NDArray[np.int32]]
     sources: list[str]
 
+    def __repr__(self) -> str:
+        count = len(self.tokens)
+        return f"Prompts({count:,} prompt{'s' * (count != 1)}, {sum(map(len, self.tokens)):,} tokens)"
+
 
 def pair_folder(name: str = "python-5m") -> Path:
     """Path of a pair that is installed with ddtree; its ``MODEL_CARD.md`` says how it was made and what it is good for.

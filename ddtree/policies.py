@@ -1,7 +1,16 @@
 """Policies: which tree is made of a draft. The engine and a replay take any of them, and any callable like them.
 
 A policy is ``policy(log_probs, token_ids, root_token_ids, prefix_lens) -> DraftTree`` with an attribute ``budget``
-(:class:`ddtree.protocols.Policy`). It changes how many tokens a round emits, never which.
+(:class:`ddtree.protocols.Policy`). It changes how many tokens a round emits, never which. A policy of one's own is a
+function that is given a budget, or an object of a class that has one:
+
+>>> def deeper(log_probs, token_ids, root_token_ids, prefix_lens):
+...     factors = 0.9 ** np.arange(log_probs.shape[1], dtype=np.float32)
+...     return build_tree(log_probs * factors[:, None], token_ids, root_token_ids, budget=deeper.budget)
+>>> deeper.budget = 64
+
+The tree says which candidates of the draft are checked, by depth and rank; whatever scores it has, those that count
+are the draft's. To look at fewer candidates, wrap a policy: ``limited(deeper, topk=8)``.
 
 Letters: B requests, L draft depth limit, K candidates a depth, N ≤ 1 + budget node slots.
 """
@@ -33,6 +42,7 @@ __all__ = [
     "StaticTree",
     "all_children",
     "chain",
+    "check_policy",
     "check_policy_tree",
     "confidence",
     "cost_aware",
@@ -195,8 +205,7 @@ def limited(policy: Policy, *, depth: int | None = None, topk: int | None = None
     depth, topk : int, optional
         0 and up, 1 and up; no limit if left out.
     """
-    if not callable(policy) or not hasattr(policy, "budget"):
-        raise TypeError(f"policy must be a policy, callable and with a budget, got {type(policy).__name__}")
+    check_policy("policy", policy)
     if depth is not None:
         integer("depth", depth, 0, INT32_MAX - 1)
     if topk is not None:
@@ -466,10 +475,27 @@ def tree_of_candidates(
     return DraftTree(tokens, parents, depths, ranks, scores, node_counts, words, L, K)
 
 
+def check_policy(name: str, policy: Any) -> None:
+    """Refuse what is no policy, under the argument's name."""
+    if callable(policy) and hasattr(policy, "budget"):
+        return
+    what = f"{name} must be callable as (log_probs, token_ids, root_token_ids, prefix_lens) and have a budget"
+    if not callable(policy):
+        raise TypeError(f"{what}, got {type(policy).__name__}")
+    called = getattr(policy, "__name__", "policy")
+    raise TypeError(
+        f"{what}, the most nodes of a tree besides the root, got {type(policy).__name__} {policy_name(policy)} without "
+        f"one: set it, as in {called}.budget = 64, or in its class; what makes policies must be called first"
+    )
+
+
 def check_policy_tree(
     policy: Policy, tree: Any, log_probs: Any, token_ids: Any, root_token_ids: Any, *, budget: int
-) -> None:
-    """Refuse a tree that is not made of the draft, within the policy's budget and whole.
+) -> DraftTree:
+    """Refuse a tree that is not made of the draft, within the policy's budget and whole; return it with its scores.
+
+    Scores follow from the draft, the tree's depths and its ranks, so a policy need not get them right: one that ranks
+    paths by another measure, such as a tempered draft's, chooses the nodes, and they have the scores of the draft.
 
     Parameters
     ----------
@@ -481,6 +507,11 @@ def check_policy_tree(
         What it was made of, checked.
     budget : int
         The policy's when the run began: there is no room for more.
+
+    Returns
+    -------
+    DraftTree
+        The policy's own where its scores are the draft's; else the same one with those, on the host.
 
     Raises
     ------
@@ -511,12 +542,14 @@ def check_policy_tree(
         _check_made_of(host, log_probs, token_ids, roots)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from error
+    scores = _scores_of(host, log_probs)
+    return tree if (scores == host.scores).all() else replace(tree, scores=scores)
 
 
 def _check_made_of(
     tree: DraftTree, log_probs: NDArray[np.float32], token_ids: NDArray[Any], roots: NDArray[Any]
 ) -> None:
-    """Ranks that were drafted, tokens and scores of the draft, no candidate twice, padding as it must be."""
+    """Ranks that were drafted, tokens of the draft, no candidate twice, padding as it must be."""
     B, N = tree.token_ids.shape
     L, K = tree.max_depth, tree.num_candidates
     used = np.arange(N) < tree.node_counts[:, None]
@@ -543,23 +576,28 @@ def _check_made_of(
         return
     ranks, above = np.where(inner, tree.ranks, 0), np.where(inner, tree.parents, 0)
     tokens = token_ids[rows, at, ranks]
-    scores = np.where(inner, tree.scores[rows, above] + log_probs[rows, at, ranks].astype(np.float64), 0.0)
-    scores = np.where(used, scores, -np.inf)
-    for name, wanted, wrong in (
-        ("token_ids", tokens, inner & (tree.token_ids != tokens)),
-        ("scores", scores, tree.scores != scores),
-    ):
-        if wrong.any():
-            b, i = first(wrong)
-            raise ValueError(
-                f"tree.{name}[{b}, {i}] must be {wanted[b, i]}, what the draft says of its depth and rank, "
-                f"got {getattr(tree, name)[b, i]}"
-            )
+    wrong = inner & (tree.token_ids != tokens)
+    if wrong.any():
+        b, i = first(wrong)
+        raise ValueError(
+            f"tree.token_ids[{b}, {i}] must be {tokens[b, i]}, what the draft says of its depth and rank, "
+            f"got {tree.token_ids[b, i]}"
+        )
     keys = np.where(inner, above.astype(np.int64) * K + ranks, -1 - np.arange(N))
     ordered = np.sort(keys, axis=1)
     if (ordered[:, 1:] == ordered[:, :-1]).any():
         (b,) = first((ordered[:, 1:] == ordered[:, :-1]).any(1))
         raise ValueError(f"tree must hold each candidate of a node once, request {b} has one twice")
+
+
+def _scores_of(tree: DraftTree, log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Float64 sums, in depth order from +0.0, of each path's log-probs; −inf in unused slots."""
+    used = np.arange(tree.num_slots) < tree.node_counts[:, None]
+    scores = np.where(used, 0.0, -np.inf)
+    for depth in range(1, int(tree.depths.max(initial=0)) + 1):
+        b, i = np.nonzero(used & (tree.depths == depth))
+        scores[b, i] = scores[b, tree.parents[b, i]] + log_probs[b, depth - 1, tree.ranks[b, i]].astype(np.float64)
+    return scores
 
 
 def _contiguous(array: Any) -> Any:

@@ -308,9 +308,10 @@ class Policy(Protocol):
 
     The arguments are a draft as :func:`ddtree.build_tree` takes it, float32 and int32 (B, L, K), each request's last
     committed token, int32 (B,), and its committed cache rows, int32 (B,). The tree has N ≤ 1 + ``budget`` slots, its
-    nodes are candidates of the draft with the ranks and scores of :class:`ddtree.DraftTree`, and may be fewer in any
-    request. A request's tree follows from its own row of the arguments, whoever else is in the batch. A policy decides
-    how many tokens a round emits, never which. See :mod:`ddtree.policies`.
+    nodes are candidates of the draft with the ranks of :class:`ddtree.DraftTree`, and may be fewer in any request;
+    scores are set to the draft's, whatever the policy says. A request's tree follows from its own row of the arguments,
+    whoever else is in the batch. A policy decides how many tokens a round emits, never which. See
+    :mod:`ddtree.policies`.
     """
 
     @property

@@ -115,7 +115,8 @@ def plot_frontier(table: TauTable | SpeedupTable, *, ax: Axes | None = None) -> 
             nodes[last], best[last], where="post", color=GREY, linewidth=3, alpha=0.4, solid_joinstyle="miter",
             label="frontier", gid="frontier", zorder=1,
         )  # fmt: skip
-    whole = 2.0 ** np.arange(-8, 16)
+    zero = bool(nodes.min(initial=1) == 0)  # then the axis has a linear part, and no fractions
+    whole = np.append([0.0] * zero, 2.0 ** np.arange(0 if zero else -8, 16))
     span = whole[(whole >= nodes.min(initial=1) / 1.01) & (whole <= nodes.max(initial=1) * 1.01)]
     budget_axis(ax, span if len(span) > 1 else nodes, "nodes checked a round, the root not counted")
     if len(nodes):

@@ -114,6 +114,7 @@ def generate(
         _check_writable(save)
         source = _load(model, drafts=mode != "autoregressive")
         tokens = _tokens(source, prompts, files, ids)
+        check_depth(source.drafter, depth)
         engine = Engine(source.target, source.drafter, depth=depth, budget=budget)
         for stop in stops:
             if stop >= engine.vocab_size:
@@ -209,6 +210,13 @@ def _tokens(
             raise ValueError(f"--ids must be token ids, such as 5,17,3, got {listed!r}")
         rows.append(np.array([int(i) for i in re.findall(r"\d+", listed)], np.int64))
     return rows
+
+
+def check_depth(drafter: Any, depth: int) -> None:
+    """Refuse a ``--depth`` that is more than the drafter drafts, where it says how much that is."""
+    most = getattr(drafter, "max_depth", None)
+    if most is not None and depth > most:
+        raise ValueError(f"--depth must be at most {most}, all that the {drafter.label} drafts, got {depth}")
 
 
 def _check_writable(save: Path | None) -> None:

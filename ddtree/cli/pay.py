@@ -10,7 +10,7 @@ import click
 
 from ddtree.cli.check import CannotRun
 from ddtree.cli.limits import MOST_NODES
-from ddtree.cli.sweep import numbers
+from ddtree.cli.sweep import last_rank_note, numbers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,7 +38,8 @@ def pay(trace: Path | None, budgets: tuple[int, ...], out: Path | None, kind: st
 
     Without a TRACE, that of the shipped pair. Shows τ of chains and trees, as the drafter's probabilities promise it
     and as the target's choices give it; where the choice stands among the candidates; and how far the drafter can be
-    believed.
+    believed. Where many rounds had a tree with a candidate of the last recorded rank, K − 1, it says so: with a wider
+    record those trees might have been others.
     """
     from rich.console import Console
 
@@ -57,6 +58,8 @@ def pay(trace: Path | None, budgets: tuple[int, ...], out: Path | None, kind: st
     for shown in (_budgets(table), _choices(table), _calibration(calibration)):
         console.print(shown)
     console.print(_verdict(table), markup=False)
+    if note := last_rank_note(table.records()):
+        console.print(note, markup=False)
     if not opened.manifest.complete:
         console.print(f"{opened.name} is not finished: more may have been recorded by now", markup=False)
     if out is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddtree.cli.check import CannotRun
+from ddtree.cli.generate import check_depth
 from ddtree.cli.limits import MOST_DEPTH, MOST_NEW_TOKENS
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def record(
 
     Each file of PROMPTS is one prompt, as text; of a .jsonl file each line is one: a string, a list of token ids, or
     an object with "prompt" or "token_ids", and "name". Text needs the extra `text`. A recording that was interrupted
-    goes on behind its last whole chunk when the command is run again.
+    goes on behind its last whole chunk when the command is run again; one that is complete is left as it is.
     """
     from rich.console import Console
 
@@ -67,7 +68,9 @@ def record(
     from ddtree.analysis.record import record as record_trace
     from ddtree.analysis.record import vocabulary_digest
 
-    if held_out == bool(prompts):
+    if held_out and prompts:
+        raise click.UsageError("give PROMPTS or --held-out, got both: leave one of them out")
+    if not held_out and not prompts:
         raise click.UsageError("give PROMPTS, or --held-out for the pair's own")
     try:
         models, tokens, names = _loaded(pair, dtype, prompts, limit)
@@ -76,7 +79,14 @@ def record(
             from ddtree.drafters import NgramDrafter
 
             drafting = NgramDrafter()
+        check_depth(drafting, depth)
+        counted: list[int] = []
         with progress_bar("recording", len(tokens)) as show:
+
+            def on_prompts(count: int) -> None:
+                counted.append(count)
+                show(count)
+
             trace = record_trace(
                 *(models.target, drafting, tokens, out),
                 depth=depth,
@@ -90,13 +100,15 @@ def record(
                 target_name=(pair or Path("python-5m")).name,
                 vocabulary=vocabulary_digest(models.vocabulary.token_bytes),
                 prompts_a_chunk=chunk,
-                on_prompts=show,
+                on_prompts=on_prompts,
             )
         counts = trace.summary()
     except (ValueError, TypeError, ImportError) as error:
         raise CannotRun(str(error)) from error
     size = sum(path.stat().st_size for path in out.iterdir()) / 1e6
     console = Console(highlight=False)
+    if counted == [len(tokens)]:  # told once, and nothing since
+        console.print(f"{out} is already complete: nothing was left to record", markup=False, soft_wrap=True)
     console.print(
         f"{counts['prompts']:,} prompt{'s' * (counts['prompts'] != 1)}, {counts['new_tokens']:,} new tokens, "
         f"{counts['positions']:,} drafts of "

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ddtree.analysis.sweep import SweepTable
+    from ddtree.analysis.trace import Trace
+
+MANY = 0.05
+"""Share of the rounds that used the last rank from which on a reader is told."""
 
 
 def numbers(least: int, most: int) -> Callable[[Any, Any, str | None], tuple[int, ...]]:
@@ -84,6 +88,15 @@ def sweep(
 
     Without a TRACE, that of the shipped pair. Writes sweep.csv, sweep.json and figures to DIR, and every finished cell
     to DIR/cells, so that a sweep that was interrupted, or is widened, computes only what is missing.
+
+    cost:FILE is cost-aware trees under measured latencies: FILE is the JSON that ddtree.costs.CostModel.save writes.
+    Time passes of your target with ddtree.costs.measure_passes, and make a model of them with fit_cost_model.
+
+    static:TRACE is one tree for all rounds, fitted to what that TRACE accepts. Where it is the one that is replayed, τ
+    is in-sample, and flattered: fit on other prompts.
+
+    The column "used K − 1" is the share of the rounds whose tree has a candidate of the last rank that the policy sees:
+    with a wider record, or --topk, those trees might have been others.
     """
     from rich.console import Console
 
@@ -102,10 +115,45 @@ def sweep(
     written = [*write_sweep(table, out), *plot_sweep(table, out)]
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
     console.print(_shown(table))
+    for line in (LAST_RANK, last_rank_note(table.records()), *_in_sample(policies, opened)):
+        if line:
+            console.print(line, markup=False, soft_wrap=True)
     for trace in opened:
         if not trace.manifest.complete:
             console.print(f"{trace.name} is not finished: more may have been recorded by now", markup=False)
     console.print(f"wrote {', '.join(path.name for path in written)} to {out}", markup=False, soft_wrap=True)
+
+
+LAST_RANK = "used K − 1: rounds whose tree has a candidate of the last rank that the policy sees."
+
+
+def last_rank_note(records: list[dict[str, Any]]) -> str:
+    """Say in a sentence of which policies a wider record might have changed many of the trees; "" of none."""
+    several = len({r.get("trace") for r in records}) > 1
+    budgets: dict[str, list[int]] = {}
+    for r in records:
+        if r["used_last_rank"] > MANY * r["n_rounds"]:
+            budgets.setdefault(f"{r['policy']} on {r['trace']}" if several else r["policy"], []).append(r["budget"])
+    if not budgets:
+        return ""
+    listed = "; ".join(f"{policy} of {', '.join(map(str, those))}" for policy, those in budgets.items())
+    return (
+        f"More than {MANY:.0%} of the rounds used the last rank, so that a wider record might have changed their "
+        f"trees: {listed}."
+    )
+
+
+def _in_sample(policies: tuple[str, ...], traces: list[Trace]) -> Iterator[str]:
+    """Say which static trees are measured on the trace that they were fitted to."""
+    from ddtree.analysis.trace import open_trace
+
+    for spec in policies:
+        kind, _, folder = spec.partition(":")
+        if kind == "static":
+            fitted = open_trace(folder).digest()
+            for trace in traces:
+                if trace.digest() == fitted:
+                    yield f"{spec} was fitted to {trace.name} itself: its τ there is in-sample, and flattered."
 
 
 @contextmanager

@@ -240,6 +240,11 @@ class BlockDrafter:
         )
 
     @property
+    def max_depth(self) -> int:
+        """The most tokens that it drafts: a block's, but for the root."""
+        return self.config.block_size - 1
+
+    @property
     def small_products(self) -> bool:
         """Whether its products on the host are too small to share between threads (see :mod:`ddtree.threads`)."""
         return self.config.hidden_size < SMALL and self._xp is np
@@ -255,10 +260,10 @@ class BlockDrafter:
             since the last draft.
         """
         c, xp = self.config, self._xp
-        if depth > c.block_size - 1:
+        if depth > self.max_depth:
             raise ValueError(
-                f"depth must be at most {c.block_size - 1} for this drafter, whose block of {c.block_size} holds the "
-                f"root and {c.block_size - 1} masks, got {depth}: make the engine with depth={c.block_size - 1}"
+                f"depth must be at most {self.max_depth} for this drafter, whose block of {c.block_size} holds the "
+                f"root and {self.max_depth} masks, got {depth}: make the engine with depth={self.max_depth}"
             )
         self.forget((*context.began, *context.ended))
         contexts = [self._extended(context, b) for b in range(len(context.request_ids))]

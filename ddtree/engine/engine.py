@@ -20,7 +20,7 @@ from ddtree.checks import INT32_MAX, integer, listed, real
 from ddtree.engine.cache import PagedCache
 from ddtree.engine.records import STAGES, Emission, FinishReason, Generation, Round
 from ddtree.ops import accept_tree, build_tree, choose_tokens, tree_positions
-from ddtree.policies import check_policy_tree, policy_name
+from ddtree.policies import check_policy, check_policy_tree, policy_name
 from ddtree.protocols import CachingTarget, DraftContext, Drafter, Policy, RequestCache, Target, TargetOutput
 from ddtree.tokens import stop_tokens, token_row
 from ddtree.trees import Acceptance, DraftTree, chain_tree
@@ -106,11 +106,7 @@ class Engine:
         self.drafter = drafter
         self.depth = integer("depth", depth, 0, INT32_MAX - 1)
         if policy is not None:
-            if not callable(policy) or not hasattr(policy, "budget"):
-                raise TypeError(
-                    "policy must be callable as (log_probs, token_ids, root_token_ids, prefix_lens) and have a budget, "
-                    f"got {type(policy).__name__}"
-                )
+            check_policy("policy", policy)
             if budget is not None:
                 raise ValueError(f"budget must be left out with a policy, whose own counts, got {budget!r}")
             budget = integer(f"budget of policy {policy_name(policy)}", policy.budget, 0, INT32_MAX - 1)
@@ -517,7 +513,7 @@ class _Run:
         token_ids = token_ids.astype(np.int32, copy=False)
         # copies: what a policy writes into them changes nothing that is committed, and is not what its tree is held to
         tree = policy(log_probs.copy(), token_ids.copy(), roots.copy(), self.xp.array(prefix_lens))
-        check_policy_tree(policy, tree, log_probs, token_ids, roots, budget=self.plan.budget)
+        tree = check_policy_tree(policy, tree, log_probs, token_ids, roots, budget=self.plan.budget)
         return _converted(tree, self._native)
 
     def _likeliest_tree(self, log_probs: Any, token_ids: Any, roots: Any, budget: int) -> DraftTree:

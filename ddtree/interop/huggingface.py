@@ -87,10 +87,11 @@ class DDTreeDecoder(Engine):
 
     def generate(
         self,
-        prompts: Any,
-        max_new_tokens: int,
+        prompts: Any = None,
+        max_new_tokens: Any = None,
         stop_token_ids: Iterable[int] | None = None,
         *,
+        input_ids: Any = None,
         attention_mask: Any = None,
         streamer: Any = None,
         **options: Any,
@@ -103,11 +104,13 @@ class DDTreeDecoder(Engine):
             Token ids of each prompt, 0 … V − 1; or what a tokenizer returns, ``input_ids`` and ``attention_mask``,
             padded on either side. Tensors lie on the model's device.
         max_new_tokens : int
-            The most tokens that a request emits, 1 and up.
+            The most tokens that a request emits, 1 and up. It must be given.
         stop_token_ids : sequence of int, optional
             Tokens that end a request; by default ``model.generation_config.eos_token_id``.
         attention_mask : array, int or bool, shape (B, n), optional
             With ``prompts`` (B, n): 0 at padding, 1 at tokens.
+        input_ids : array, int, shape (B, n), optional
+            In place of ``prompts``, as ``model.generate`` has it: ``generate(**tokenizer(texts), max_new_tokens=9)``.
         streamer : transformers streamer, optional
             Its ``put`` is given the prompt (1, n), then the tokens (k,) that each round commits; ``end`` is called at
             the end, after an error too. For one prompt.
@@ -126,7 +129,9 @@ class DDTreeDecoder(Engine):
         NonFiniteLogitsError
             The model's logits after a committed token were unusable: request and position are named.
         """
-        rows = self.prompt_rows(prompts, attention_mask)
+        _check_options("generate", super().generate, options)
+        rows = self.prompt_rows(_prompts(prompts, input_ids), attention_mask)
+        _check_given(max_new_tokens)
         stops = self.stop_token_ids if stop_token_ids is None else stop_token_ids
         if streamer is None:
             return super().generate(rows, max_new_tokens, stops, **options)
@@ -142,10 +147,11 @@ class DDTreeDecoder(Engine):
 
     def stream(
         self,
-        prompts: Any,
-        max_new_tokens: int,
+        prompts: Any = None,
+        max_new_tokens: Any = None,
         stop_token_ids: Iterable[int] | None = None,
         *,
+        input_ids: Any = None,
         attention_mask: Any = None,
         **options: Any,
     ) -> Iterator[Emission]:
@@ -153,7 +159,9 @@ class DDTreeDecoder(Engine):
 
         The arguments are those of :meth:`generate` but for ``streamer``, ``on_round`` and ``on_emission``.
         """
-        rows = self.prompt_rows(prompts, attention_mask)
+        _check_options("stream", super().stream, options)
+        rows = self.prompt_rows(_prompts(prompts, input_ids), attention_mask)
+        _check_given(max_new_tokens)
         return super().stream(
             rows, max_new_tokens, self.stop_token_ids if stop_token_ids is None else stop_token_ids, **options
         )
@@ -203,6 +211,27 @@ class DDTreeDecoder(Engine):
                 )
             return to_numpy(row)
         return row
+
+
+def _prompts(prompts: Any, input_ids: Any) -> Any:
+    """The one of them that was given."""
+    if (prompts is None) == (input_ids is None):
+        raise TypeError(f"prompts or input_ids must be given, got {'neither' if prompts is None else 'both'}")
+    return input_ids if prompts is None else prompts
+
+
+def _check_given(max_new_tokens: Any) -> None:
+    if max_new_tokens is None:
+        raise TypeError("max_new_tokens must be given: the most tokens that a request emits")
+
+
+def _check_options(name: str, method: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse what a decoder's method does not take, and say where it belongs."""
+    of_decoder = {*inspect.signature(DDTreeDecoder).parameters, *inspect.signature(Engine).parameters}
+    for option in options:
+        if option not in inspect.signature(method).parameters:
+            where = f": give it to DDTreeDecoder(model, drafter, {option}=…)" * (option in of_decoder)
+            raise TypeError(f"DDTreeDecoder.{name}() takes no argument {option!r}{where}")
 
 
 class HuggingFaceTarget:

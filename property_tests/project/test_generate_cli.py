@@ -230,6 +230,7 @@ def test_generate_refuses_what_is_a_digit_too_many(run, option, number, most):
             "tiny.kdtr has no tokenizer.json beside it to read text with: give token",
         ),
         (["--prompt", "a\udcff"], "--prompt must be UTF-8 text, got bytes that are not"),
+        (["--ids", "1", "--depth", "8"], "--depth must be at most 7, all that the block drafter drafts, got 8"),
         (["--prompt", ""], "--prompt must have some text, got none"),
         (["--model", BUNDLE, "--ids", "1,x"], "--ids must be token ids, such as 5,17,3, got '1,x'"),
         (["--model", BUNDLE, "--ids", "1,99999"], r"prompts[0][1] must be in 0 … 511, got 99999"),

@@ -222,6 +222,10 @@ def test_padded_prompts_with_a_mask_are_the_prompts(side):
     for prompts, attention_mask in ((rows, mask), tensors, (encoded, None), ([torch.tensor(p) for p in PROMPTS], None)):
         generation = decoder.generate(prompts, NEW, attention_mask=attention_mask)
         assert_tokens(generation, expected("qwen3"))
+    assert_tokens(decoder.generate(**encoded, max_new_tokens=NEW), expected("qwen3"))
+    emitted = list(decoder.stream(**encoded, max_new_tokens=NEW))
+    for request, wanted in enumerate(expected("qwen3")):
+        assert np.concatenate([e.token_ids for e in emitted if e.request_id == request]).tolist() == wanted.tolist()
 
 
 def test_no_prompts_give_an_empty_generation_and_an_empty_stream():
@@ -637,6 +641,17 @@ def test_a_model_with_a_table_of_positions_drafts_beyond_its_end_and_decodes_up_
         (([[1, 2]], 4), {"streamer": 3}, TypeError, r"streamer must have put and end, as transformers' have, got int"),
         (([[1, 2]] * 2, 4), {"streamer": Tokens()}, ValueError, r"streamer takes one prompt, got 2: use stream"),
         (([[1, 2]], 4, [11]), {}, ValueError, r"stop_token_ids\[0\] must be in 0 … 10 .*, got 11"),
+        (([[1, 2]],), {}, TypeError, r"max_new_tokens must be given: the most tokens that a request emits"),
+        ((), {"max_new_tokens": 4}, TypeError, r"prompts or input_ids must be given, got neither"),
+        (([[1, 2]], 4), {"input_ids": [[1, 2]]}, TypeError, r"prompts or input_ids must be given, got both"),
+        (
+            ([[1, 2]], 4),
+            {"cache": "static"},
+            TypeError,
+            r"takes no argument 'cache': give it to DDTreeDecoder\(model, drafter, cache=…\)",
+        ),
+        (([[1, 2]], 4), {"budget": 8}, TypeError, r"no argument 'budget': give it to DDTreeDecoder"),
+        (([[1, 2]], 4), {"do_sample": True}, TypeError, r"^DDTreeDecoder.generate\(\) takes no argument 'do_sample'$"),
         (([[1, 2]], 4), {"temperature": -1}, ValueError, "temperature must be finite and at least 0"),
     ],
 )

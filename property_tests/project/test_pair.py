@@ -266,6 +266,12 @@ def test_model_card_says_what_the_records_say():
     assert all(row["prompts"] == 128 for row in results.values())
 
 
+def test_prompts_print_as_a_line(prompts):
+    tokens = sum(map(len, prompts.tokens))
+    assert repr(prompts) == str(prompts) == f"Prompts(128 prompts, {tokens:,} tokens)"
+    assert repr(type(prompts)([np.array([1, 2])], ["a"])) == "Prompts(1 prompt, 2 tokens)"
+
+
 def test_prompts_are_held_out_and_long_enough(prompts):
     assert len(prompts.tokens) == len(prompts.sources) == 128
     assert all(64 <= len(tokens) <= 128 and tokens.max() < 2048 for tokens in prompts.tokens)

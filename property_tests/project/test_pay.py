@@ -13,10 +13,12 @@ from ddtree.analysis.acceptance import acceptance_table, tau_table
 from ddtree.analysis.calibration import calibration_table
 from ddtree.analysis.comparison import compare
 from ddtree.analysis.pay import would_a_tree_pay
+from ddtree.analysis.replay import replay
 from ddtree.analysis.rounds import concatenate_rounds, round_table
-from ddtree.analysis.trace import TraceWriter
+from ddtree.analysis.trace import TraceWriter, open_trace
 from ddtree.cli import main
 from ddtree.engine import Engine, ScriptedTarget
+from ddtree.policies import chain, fixed_budget
 from ddtree.property_tests.project.made_traces import calibrated_chunk, chunk_of, random_chunk
 
 V, BUDGETS = 6, (1, 2, 5, 9, 40)
@@ -114,6 +116,17 @@ def test_ranks_and_expectations_are_those_of_a_loop_in_any_batch(seed, cut, K, m
     rows = {(r["policy"], r["budget"]): r for r in table.records()}
     assert rows["tree", 12]["expected"] <= tree.expected.mean() + 1e-9
     assert rows["chain", 4]["expected"] <= chain.expected.mean() + 1e-9
+
+
+@pytest.mark.parametrize("seed, K", [(0, 5), (1, 3), (2, 1)])
+def test_rounds_that_used_the_last_rank_are_those_of_a_replay(tmp_path, seed, K):
+    chunk = calibrated_chunk(seed, prompts=6, new=30, L=3, K=K, vocab_size=8)
+    write_trace(tmp_path, chunk)
+    policies = [*(chain(d) for d in (1, 2, 3)), *(fixed_budget(b) for b in (1, 3, 6, 40))]
+    table = would_a_tree_pay(chunk, (1, 3, 6, 40))
+    used = [int(replay(open_trace(tmp_path), policy).used_last_rank.sum()) for policy in policies]
+    assert table.used_last_rank.tolist() == used
+    assert used[-1] == table.n_rounds[-1] > 0
 
 
 def test_worked_by_hand():
@@ -230,6 +243,17 @@ def test_command_shows_and_writes_what_the_functions_say(run, tmp_path):
     assert document["choices"] == table.choices.records()
     assert document["calibration"] == calibration.records()
     assert (document["trace"], document["level"]) == ("recorded", 0.95)
+
+
+def test_command_says_where_a_wider_record_might_have_changed_the_trees(run):
+    write_trace("recorded", calibrated_chunk(5, prompts=12, new=30, L=3, K=3, vocab_size=8))
+    told = " ".join(run("recorded", "--budgets", "1,16,64").stdout.split())
+    assert (
+        "More than 5% of the rounds used the last rank, so that a wider record might have changed their trees" in told
+    )
+    assert told.endswith("trees: tree of 16, 64.")
+    assert "last rank" not in run("recorded", "--budgets", "1").stdout
+    assert "last recorded rank, K − 1" in " ".join(run("--help").stdout.split())
 
 
 def test_command_of_a_trace_without_rounds_and_of_none(run, tmp_path):

@@ -204,8 +204,8 @@ def test_names_say_what_a_policy_is():
         (lambda: likeliest_rank_paths([[0.5], [1.5]], 3), ValueError, r"rates\[1, 0\] must be in 0 … 1, got 1.5"),
         (lambda: likeliest_rank_paths([[0.5], [0.1, 0.2]], 3), ValueError, r"rates must have rows of one length, got"),
         (lambda: likeliest_rank_paths([["a"]], 3), TypeError, r"rates must hold numbers, got <U1"),
-        (lambda: limited(None), TypeError, r"policy must be a policy, callable and with a budget, got NoneType"),
-        (lambda: limited(print), TypeError, r"policy must be a policy, .*, got builtin_function_or_method"),
+        (lambda: limited(None), TypeError, r"policy must be callable .* and have a budget, got NoneType"),
+        (lambda: limited(print), TypeError, r"policy must be callable .*, got builtin_function_or_method print"),
         (lambda: all_children(4, 0), ValueError, r"width must be in 1 … \d+, got 0"),
         (lambda: limited(chain(2), depth=-1), ValueError, r"depth must be in 0 … \d+, got -1"),
         (lambda: limited(chain(2), topk=0), ValueError, r"topk must be in 1 … \d+, got 0"),
@@ -257,7 +257,6 @@ SPOILS: dict[str, Any] = {
     "another root": (with_cell("token_ids", (0, 0), 1), r"tree.token_ids\[0, 0\] must be the root's token 3, got 1"),
     "another token": (with_cell("token_ids", (0, 2), 7), r"tree.token_ids\[0, 2\] must be \d+, what the draft says"),
     "a rank that is not drafted": (with_cell("ranks", (0, 1), 4), r"tree.ranks\[0, 1\] must be in 0 … 3, .* got 4"),
-    "another score": (with_cell("scores", (0, 1), -9.0), r"tree.scores\[0, 1\] must be .*, got -9.0"),
     "garbage in padding": (
         lambda tree: replace(
             tree,
@@ -283,6 +282,44 @@ def test_engine_names_the_policy_and_the_field_of_a_wrong_tree(name):
     )
     with pytest.raises((ValueError, TypeError), match=rf"policy Spoiled.*{message}"):
         engine.generate([text[:3]], 8)
+
+
+class Tempered:
+    """The likeliest paths of other temperatures, one a depth in turn, with the scores of that."""
+
+    budget = 5
+
+    def __init__(self, factor):
+        self.factors = np.array([[1], [factor]] * 8, np.float32)
+
+    def __call__(self, log_probs, token_ids, root_token_ids, prefix_lens):
+        return build_tree(log_probs * self.factors[: log_probs.shape[1]], token_ids, root_token_ids, budget=self.budget)
+
+
+@given(draft=drafts(min_batch=1), factor=st.sampled_from([0.25, 0.8, 1.0, 3.0]))
+def test_scores_are_those_of_the_draft_whatever_a_policy_says(draft, factor):
+    policy = Tempered(factor)
+    made = policy(*draft, np.zeros(len(draft[0]), np.int32))
+    tree = check_policy_tree(policy, made, *draft, budget=policy.budget)
+    assert_same_tree(replace(tree, scores=made.scores), made)
+    for b, rows in enumerate(candidates(draft)):
+        n = int(tree.node_counts[b])
+        assert tree.scores[b, :n].tolist() == [score_of(rows, tree.rank_path(b, i)) for i in range(n)]
+        assert (tree.scores[b, n:] == -np.inf).all()
+    if factor == 1.0:
+        assert tree is made
+
+
+def test_a_strided_part_of_a_draft_is_refused_with_what_to_do():
+    def narrow(log_probs, token_ids, root_token_ids, prefix_lens):
+        return build_tree(log_probs[:, :, :2], token_ids[:, :, :2], root_token_ids, budget=3)
+
+    with pytest.raises(
+        ValueError,
+        match=r"log_probs must be C-contiguous, .*; pass a contiguous copy, as np.ascontiguousarray makes one, or "
+        r"limit a policy by ddtree.policies.limited\(policy, topk=…\)",
+    ):
+        narrow(*LIVE_DRAFT, np.zeros(1, np.int32))
 
 
 class ChangedIds:
@@ -342,7 +379,13 @@ def test_one_candidate_twice_is_refused():
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"policy": fixed_budget}, TypeError, r"policy must be callable .* and have a budget, got function"),
+        (
+            {"policy": plain_confidence},
+            TypeError,
+            r"policy must be callable .* and have a budget, .*, got function plain_confidence without one: set it, as "
+            r"in plain_confidence.budget = 64, or in its class; what makes policies must be called first",
+        ),
+        ({"policy": fixed_budget}, TypeError, r"policy must be callable .*, got function fixed_budget without one"),
         ({"policy": 3}, TypeError, r"policy must be callable .* and have a budget, got int"),
         ({"policy": chain(2), "budget": 4}, ValueError, r"budget must be left out with a policy, .*, got 4"),
     ],

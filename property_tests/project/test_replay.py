@@ -53,6 +53,14 @@ class EveryOther:
         return first_nodes(tree, 1 + kept)
 
 
+def reweighted(log_probs, token_ids, root_token_ids, prefix_lens):
+    """A function of one's own, whose scores are not the draft's."""
+    factors = np.resize(np.array([1, 0.5, 2], np.float32), (log_probs.shape[1], 1))
+    return build_tree(log_probs * factors, token_ids, root_token_ids, budget=7)
+
+
+reweighted.budget = 7  # type: ignore[attr-defined]
+
 POLICIES = [
     *(fixed_budget(b) for b in (0, 1, 2, 5, 9, 40)),
     *(confidence(20, 0.05), confidence(6, 0.3), cost_aware(30, COSTS), cost_aware(3, COSTS)),
@@ -63,6 +71,7 @@ POLICIES = [
     ),
     *(chain(3), all_children(9, 3), spine_first(7), static_tree([(0,), (1,), (0, 0)]), limited(chain(3), depth=2)),
     EveryOther(),
+    reweighted,
 ]
 
 
@@ -328,7 +337,7 @@ class Greedy:
         (
             lambda t: replay(t, fixed_budget),
             TypeError,
-            r"policies\[0\] must be callable .* have a budget, got function",
+            r"policies\[0\] must be callable .* have a budget, .* got function fixed_budget without one",
         ),
         (lambda t: replay(t, chain(2), max_new_tokens=17), ValueError, r"max_new_tokens must be in 1 … 16 .*, got 17"),
         (lambda t: replay(t, chain(2), max_new_tokens=0), ValueError, r"max_new_tokens must be in 1 … 16 .*, got 0"),
@@ -351,6 +360,13 @@ class Greedy:
 def test_what_cannot_be_replayed_is_named(pair, call, error, message):
     with pytest.raises(error, match=message):
         call(pair[2])
+
+
+def test_rounds_print_as_a_line(pair):
+    table = replay(pair[2], fixed_budget(5))
+    assert repr(table) == str(table) == f"RoundTable({len(table)} rounds of 4 prompts, L = 3, τ = {table.tau:.2f})"
+    assert repr(table.take([0])) == f"RoundTable(1 round of 1 prompt, L = 3, τ = {table.tokens[0]:.2f})"
+    assert repr(table.take([])) == "RoundTable(0 rounds of 0 prompts, L = 3)"
 
 
 def test_trace_of_no_drafts_has_no_rounds(tmp_path):

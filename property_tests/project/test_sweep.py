@@ -303,6 +303,11 @@ def test_dask_cluster_gives_the_same_and_a_killed_worker_loses_nothing(traces, t
     assert (tmp_path / "flag").exists()  # a worker did die
 
 
+def test_one_trace_needs_no_list(traces):
+    grid = {"chain": [chain(2)]}
+    assert sweep(traces[0], grid).records() == sweep(traces[:1], grid).records()
+
+
 def test_tables_are_written_whole_and_tidy(traces, tmp_path):
     table = sweep(traces, GRID)
     single = sweep(traces[:1], {"tree": [fixed_budget(3)]}, max_new_tokens=1)  # no round, no tau
@@ -508,6 +513,29 @@ def test_sweep_command_writes_tables_figures_and_cells(run, traces, tmp_path, mo
     assert sorted(counting.names) == ["fixed_budget(8)", *(f"spine_first({b})" for b in (1, 16, 4, 8))]
 
 
+def test_sweep_command_says_what_is_in_sample_and_where_the_record_was_too_narrow(run, traces):
+    folders = [trace._chunks[0].parent for trace in traces]
+    words = ["--out", "out", "--budgets", "0,3,40", "--policy", "tree", "--policy", f"static:{folders[1]}"]
+    told = run("sweep", *folders, *words).stdout  # figures from budget 0 on draw without a warning
+    assert "used K − 1: rounds whose tree has a candidate of the last rank that the policy sees." in told
+    assert f"static:{folders[1]} was fitted to random itself: its τ there is in-sample, and flattered." in told
+    assert "n-gram itself" not in told
+    [listed] = re.findall(r"More than 5% of the rounds used the last rank, .* their trees: (.*)\.\n", told)
+    cells = json.loads(Path("out/sweep.json").read_text())["cells"]
+    wide = [r for r in cells if r["used_last_rank"] > 0.05 * r["n_rounds"]]
+    assert 0 < len(wide) < len(cells)
+    named = {f"{series} of {budget}" for series, _, those in (part.rpartition(" of ") for part in listed.split("; "))
+             for budget in those.split(", ")}  # fmt: skip
+    assert named == {f"{r['policy']} on {r['trace']} of {r['budget']}" for r in wide}
+    alone = run("sweep", folders[1], "--out", "one", "--budgets", "1", "--policy", "tree").stdout
+    assert "More than" not in alone
+    assert "itself" not in alone
+    told = " ".join(run("sweep", "--help").stdout.split())
+    assert "FILE is the JSON that ddtree.costs.CostModel.save writes" in told
+    assert "ddtree.costs.measure_passes" in told
+    assert 'The column "used K − 1" is the share of the rounds' in told
+
+
 def test_sweep_command_without_a_trace_takes_the_shipped_one(run, tmp_path):
     result = run("sweep", "--budgets", "64", "--out", "out")
     assert result.exit_code == 0, result.output
@@ -533,9 +561,14 @@ def test_record_command_records_what_the_function_does(run, tmp_path):
         assert np.array_equal(getattr(chunk, f.name), getattr(expected, f.name)), f.name
     manifest = open_trace("t").manifest
     assert (manifest.target, manifest.drafter, manifest.stop_token_ids) == ("python-5m", "block drafter", (0,))
-    again = run(*words)
-    assert again.exit_code == 2
-    assert "this one is complete: choose another folder" in again.output
+    again = run(*words, "--limit", 2)
+    assert again.exit_code == 0, again.output
+    assert again.stdout == "t is already complete: nothing was left to record\n" + result.stdout
+    more = run(*words)
+    assert more.exit_code == 2
+    assert "got others (3 instead of 2, as far as they go the same): choose another folder" in " ".join(
+        more.output.split()
+    )
     held = run("record", "--held-out", "--limit", 1, "--drafter", "ngram", "--max-new-tokens", 2, "--out", "h")
     assert held.exit_code == 0, held.output
     [chunk] = open_trace("h")
@@ -547,9 +580,9 @@ def test_record_command_records_what_the_function_does(run, tmp_path):
     "words, message",
     [
         ([], r"give PROMPTS, or --held-out for the pair's own"),
-        (["p.jsonl", "--held-out"], r"give PROMPTS, or --held-out for the pair's own"),
+        (["p.jsonl", "--held-out"], r"give PROMPTS or --held-out, got both: leave one of them out"),
         (["p.jsonl", "--topk", "2049"], r"topk must be in 1 … 2048 \(the vocabulary size\), got 2049"),
-        (["p.jsonl", "--depth", "8"], r"depth"),
+        (["p.jsonl", "--depth", "8"], r"Error: --depth must be at most 7, all that the block drafter drafts, got 8"),
         (["deep.jsonl"], r"deep.jsonl:1: must be JSON, got maximum recursion"),
         (["p.jsonl", "--depth", "2000000000"], r"2000000000 is not in the range 1<=x<=1024"),
         (["p.jsonl", "--max-new-tokens", "2000000000"], r"2000000000 is not in the range 1<=x<=65536"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -177,20 +178,64 @@ def test_killed_recording_is_readable_up_to_its_last_chunk_and_goes_on(tmp_path)
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"max_new_tokens": 8}, r"manifest.json: max_new_tokens must be 8 to go on with this recording, got 9"),
-        ({"depth": 2}, r"manifest.json: depth must be 2 .*, got 3"),
-        ({"prompts": PROMPTS[1:]}, r"manifest.json: prompts must be '[0-9a-f]+' .*, got '[0-9a-f]+'"),
-        ({"prompts_a_chunk": 3}, r"manifest.json: prompts_a_chunk must be 3 .*, got 2"),
-        ({"seed": 4}, r"manifest.json: seed must be 4 .*, got 3"),
+        (
+            {"max_new_tokens": 8},
+            r"manifest.json: max_new_tokens must be 9, as of the recording that is there, to go on with it, got 8",
+        ),
+        ({"depth": 2}, r"manifest.json: depth must be 3, .*, got 2"),
+        ({"prompts_a_chunk": 3}, r"manifest.json: prompts_a_chunk must be 2, .*, got 3"),
+        ({"seed": 4}, r"manifest.json: seed must be 3, .*, got 4"),
+        (
+            {"prompts": [*PROMPTS[:1], [9], *PROMPTS[2:]]},
+            r"prompts must .*, got others \(prompts\[1\] has other tokens\)",
+        ),
+        (
+            {"prompts": PROMPTS[:3]},
+            r"prompts must .* \((3 instead of 5|3 instead of 4 or more), as far as they go the same\)",
+        ),
+        (
+            {"prompts": [*PROMPTS, [9]]},
+            r"prompts must .* \((6 instead of 5, as|the first 4 are the same, and behind them)",
+        ),
     ],
 )
 def test_another_recording_does_not_go_on_in_the_same_folder(tmp_path, options, message):
     recorded(tmp_path / "t", prompts_a_chunk=2, seed=3)
-    with pytest.raises(ValueError, match=r"manifest.json: must be of an unfinished trace, this one is complete"):
-        recorded(tmp_path / "t", prompts_a_chunk=2, seed=3)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()}
+    with pytest.raises(ValueError, match=message):
+        recorded(tmp_path / "t", **{"prompts_a_chunk": 2, "seed": 3} | options)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()} == before
     unfinish(tmp_path / "t")
     with pytest.raises(ValueError, match=message):
         recorded(tmp_path / "t", **{"prompts_a_chunk": 2, "seed": 3} | options)
+
+
+def test_finished_recording_is_returned_and_nothing_is_recorded(tmp_path):
+    def drafter(context, depth, topk):
+        raise AssertionError("nothing is left to draft")
+
+    first = recorded(tmp_path / "t", prompts_a_chunk=2, drafter_name="d")
+    before = {path: path.stat() for path in (tmp_path / "t").iterdir()}
+    counts: list[int] = []
+    again = recorded(tmp_path / "t", drafter, prompts_a_chunk=2, drafter_name="d", on_prompts=counts.append)
+    assert (again.manifest, columns(again.chunks()), counts) == (first.manifest, columns(first.chunks()), [5])
+    assert {path: path.stat() for path in (tmp_path / "t").iterdir()} == before
+
+
+def test_writer_of_a_finished_trace_adds_nothing(tmp_path):
+    for prompts, error in (
+        ("digest", "t: the trace is complete, with 1 prompts: nothing"),
+        ("", "this one is complete"),
+    ):
+        folder = tmp_path / prompts / "t"
+        with writer(folder, prompts=prompts) as w:
+            w.append([5, 1, 4, 2], 1, *DRAFT)
+        with pytest.raises(ValueError, match=error):
+            writer(folder, prompts=prompts).append([5, 1, 4, 2], 1, *DRAFT)
+    with pytest.raises(
+        ValueError, match=r"prompts must be those of the recording that is there, .*, got others: choose"
+    ):
+        writer(tmp_path / "digest/t", prompts="another")
 
 
 def unfinish(folder, remove=(2,)):
@@ -418,7 +463,7 @@ def test_second_writer_of_a_folder_is_refused_and_changes_nothing(tmp_path, step
             first = first or step.lower()
             assert step.lower() == first
     for said in refused.values():
-        assert re.search(r"must have one writer at a time, another has changed|its writer is closed", said)
+        assert re.search(r"must have one writer at a time, another has changed|nothing can be added", said)
     rows = columns(open_trace(tmp_path / "t").chunks())
     assert len(rows) == writers[first].num_prompts == counts[first]
     assert {row[1][1] for row in rows} == {1 + "ab".index(first)}
@@ -440,11 +485,11 @@ def test_closed_writer_takes_nothing_and_may_be_closed_again(tmp_path):
         w.close()
     w.close()
     whole = files(tmp_path / "t")
-    with pytest.raises(ValueError, match=r"must be open to be added to, its writer is closed: make another one"):
+    with pytest.raises(ValueError, match=r"the trace is complete, with 1 prompts: nothing can be added"):
         one_prompt(w, 1)
     with pytest.raises(RuntimeError), writer(tmp_path / "u") as failed:
         raise RuntimeError
-    with pytest.raises(ValueError, match=r"its writer is closed"):
+    with pytest.raises(ValueError, match=r"must be open to be added to, its writer is closed: make another one"):
         one_prompt(failed, 1)
     failed.close()
     assert (files(tmp_path / "t"), (tmp_path / "u").exists()) == (whole, False)
@@ -590,3 +635,57 @@ def test_recorders_in_the_documentation_are_python_and_short(name):
     page = documented(name)
     compile(page, name, "exec")
     assert len(page.strip().splitlines()) <= 34
+
+
+class Serving:
+    """Answers as vLLM's LLM and SGLang's Engine do, of a model whose log-probs follow from the last token."""
+
+    def __init__(self, seed):
+        logits = np.random.default_rng(seed).normal(size=(10, 10))
+        self.log_probs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 10))
+
+    def generate(self, prompts=None, params=None, *, input_ids=None, sampling_params=None, **options):
+        if sampling_params is None:
+            answers = [self.continued(p["prompt_token_ids"], params["max_tokens"]) for p in prompts]
+            k = params.get("logprobs", 1)
+            return [
+                SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=[
+                    {int(t): SimpleNamespace(logprob=float(row[t])) for t in np.argsort(-row)[:k]} for row in rows
+                ])])
+                for ids, rows in answers
+            ]  # fmt: skip
+        if isinstance(input_ids[0], int):
+            return {"output_ids": self.continued(input_ids, sampling_params["max_new_tokens"])[0]}
+        k = options["top_logprobs_num"]
+        return [
+            {"meta_info": {"output_top_logprobs": [
+                [(float(row[t]), int(t), None) for t in np.argsort(-row)[:k]]
+                for row in self.continued(ids, sampling_params["max_new_tokens"])[1]
+            ]}}
+            for ids in input_ids
+        ]  # fmt: skip
+
+    def continued(self, tokens, count):
+        tokens, rows = list(tokens), []
+        for _ in range(count):
+            rows.append(self.log_probs[tokens[-1]])
+            tokens.append(int(rows[-1].argmax()))
+        return tokens[-count:], rows
+
+
+@pytest.mark.parametrize("engine, more", [("vllm", ()), ("sglang", (10,))])
+def test_recorders_for_serving_engines_in_the_documentation_run_as_they_stand(tmp_path, monkeypatch, engine, more):
+    stand_in = SimpleNamespace(LLM=Serving, SamplingParams=dict, TokensPrompt=dict)
+    monkeypatch.setitem(sys.modules, "vllm", stand_in)
+    page: dict[str, Any] = {}
+    exec(documented(f"record_{engine}"), page)
+    target, drafter = Serving(0), Serving(1)
+    page[f"record_{engine}"](target, drafter, *more, [[1, 2], [3]], tmp_path / "t", depth=2, topk=3, max_new_tokens=4)
+    [chunk] = open_trace(tmp_path / "t").chunks()
+    for p, prompt in enumerate([[1, 2], [3]]):
+        assert chunk.prompt_tokens(p).tolist() == [*prompt, *target.continued(prompt, 4)[0]]
+        for i, at in enumerate(range(*chunk.position_offsets[p : p + 2])):
+            rows = np.array(drafter.continued(chunk.prompt_tokens(p)[: len(prompt) + i + 1], 2)[1])
+            assert_same(chunk.draft_token_ids[at], np.argsort(-rows)[:, :3].astype(np.uint16))
+            assert_same(chunk.log_probs[at], -np.sort(-rows)[:, :3].astype(np.float32))
