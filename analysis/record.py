@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from ddtree.analysis.progress import progress_bar
 from ddtree.analysis.trace import Trace, TraceWriter, check_same_prompts, open_trace
 from ddtree.arrays import to_numpy
+from ddtree.checks import check_text
 from ddtree.engine import Engine, Round
 from ddtree.protocols import CachingTarget, DraftContext, Drafter, Target
 from ddtree.tokens import stop_tokens, token_row
@@ -98,6 +99,8 @@ def record(
     names = [""] * len(rows) if names is None else list(names)
     if len(names) != len(rows):
         raise ValueError(f"names must have one entry a prompt, {len(rows)}, got {len(names)}")
+    for i, name in enumerate(names):
+        check_text(f"names[{i}]", name)
     digest = hashlib.sha256()
     for row in rows:
         digest.update(np.array([len(row), *row], "<i4").tobytes())
@@ -173,10 +176,11 @@ def read_prompts(
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: must be UTF-8 text, got {error}") from error
-        lines = [(path.name, text)]
+        called = os.fsencode(path.name).decode(errors="replace")  # a file's name may be any bytes
+        lines = [(called, text)]
         if path.suffix == ".jsonl":
             numbered = enumerate(text.split("\n"), 1)  # a string may hold other line ends, such as U+2028
-            lines = [(f"{path.name}:{n}", line) for n, line in numbered if line.strip()]
+            lines = [(f"{called}:{n}", line) for n, line in numbered if line.strip()]
         for place, line in lines:
             prompt, name = _parsed(path.parent / place, line) if path.suffix == ".jsonl" else (line, "")
             tokens.append(_tokens_of(path.parent / place, prompt, encode))
@@ -202,17 +206,20 @@ def _parsed(place: Path, line: str) -> tuple[Any, str]:
     given = [key for key in ("prompt", "token_ids") if key in found]
     if len(given) != 1:
         raise ValueError(f"{place}: must have prompt or token_ids, one of them, got {sorted(found)}")
-    if not isinstance(found.get("name", ""), str):
-        raise ValueError(f"{place}: name must be a string, got {found['name']!r}")
     for key, kind, must in (("prompt", str, "a string"), ("token_ids", list, "a list of token ids")):
         if not isinstance(found.get(key, kind()), kind):
             raise ValueError(f"{place}: {key} must be {must}, got {type(found[key]).__name__}")
+    if not isinstance(found.get("name", ""), str):
+        raise ValueError(f"{place}: name must be a string, got {found['name']!r}")
+    check_text(f"{place}: name", found.get("name", ""))
     return found[given[0]], found.get("name", "")
 
 
 def _tokens_of(place: Path, prompt: Any, encode: Callable[[str], ArrayLike]) -> NDArray[np.int32]:
     if not isinstance(prompt, str | list):
         raise ValueError(f"{place}: prompt must be a string or a list of token ids, got {type(prompt).__name__}")
+    if isinstance(prompt, str):
+        check_text(f"{place}: prompt", prompt)
     try:
         tokens = token_row("token_ids", encode(prompt) if isinstance(prompt, str) else prompt)
     except (TypeError, ValueError) as error:

@@ -104,7 +104,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import ddtree
-from ddtree.checks import INT32_MAX, integer, real
+from ddtree.checks import INT32_MAX, check_text, integer, real
 from ddtree.kdtr import KdtrFile, atomic_write, remove_temporaries, write_kdtr
 from ddtree.reference.build_tree import drafted_widths
 from ddtree.tokens import stop_tokens, token_row
@@ -500,6 +500,7 @@ class TraceWriter:
         """
         self._check_open()
         m, what = self.manifest, f"prompt {self.num_prompts}"
+        check_text(f"name of {what}", name)
         row = token_row(f"tokens of {what}", tokens, m.vocab_size)
         prompt_len = integer(f"prompt_len of {what}", prompt_len, 1, len(row) - 1, "one token must be new")
         new = row[prompt_len:]
@@ -570,8 +571,10 @@ class TraceWriter:
     def _check_alone(self) -> None:
         """See that the trace is as this writer left it, and remove what a killed one left half written."""
         now = self._files()
-        if now != self._left:
-            names = sorted(n for n in {*now, *self._left} if now.get(n) != self._left.get(n))
+        names = sorted(n for n in {*now, *self._left} if now.get(n) != self._left.get(n))
+        if MANIFEST in now and _read_manifest(self.folder / MANIFEST).identity != self.manifest.identity:
+            names = [MANIFEST]  # two began at the same moment
+        if names:
             raise ValueError(
                 f"{self.folder}: must have one writer at a time, another has changed {names[0]}: "
                 "stop the others, or choose another folder"

@@ -253,6 +253,16 @@ def numbers(name: str, values: Any) -> NDArray[Any]:
     return array
 
 
+def check_text(name: str, value: Any) -> None:
+    """Refuse what is no text, or has halves of surrogate pairs, which no file holds."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be text that UTF-8 can hold, got {value!r:.80}: {error.reason}") from None
+
+
 def first(wrong: Any) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argwhere(wrong)[0])
 

@@ -455,7 +455,11 @@ def test_prompts_are_read_as_text_and_as_lines(tmp_path):
         ("[1, [2, 3]]", r"p.jsonl:1: token_ids\[1\] must be a token id, got list"),
         ("3", r"p.jsonl:1: prompt must be a string or a list of token ids, got int"),
         ('{"text": "x"}', r"p.jsonl:1: must have prompt or token_ids, one of them, got \['text'\]"),
-        ('{"prompt": "x", "name": 3}', r"p.jsonl:1: name must be a string, got 3"),
+        (
+            '{"prompt": "x", "name": "\\ud800"}',
+            r"p.jsonl:1: name must be text that UTF-8 can hold, got '\\ud800': surr",
+        ),
+        ('"\\udfff"', r"p.jsonl:1: prompt must be text that UTF-8 can hold, got '\\udfff': surrogates"),
         ("[-1]", r"p.jsonl:1: token_ids\[0\] must be in 0"),
         ("[0.5]", r"p.jsonl:1: token_ids must hold integer token ids, got float64"),
         ('""', r"p.jsonl:1: prompt must have one token or more, got none"),
@@ -468,6 +472,18 @@ def test_line_that_is_no_prompt_is_named(tmp_path, line, message):
     (tmp_path / "p.txt").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"p.txt: must be UTF-8 text, got"):
         read_prompts([tmp_path / "p.txt"], encode)
+
+
+def test_name_of_a_prompt_is_text(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x", "name": 3}')
+    with pytest.raises(TypeError, match=r"p.jsonl:1: name must be a string, got int"):
+        read_prompts([tmp_path / "p.jsonl"], encode)
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff.txt"))
+    try:
+        path.write_text("text")
+    except OSError:
+        return  # a file system of UTF-8 alone
+    assert read_prompts([path], encode)[1] == ["bad\ufffd.txt"]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

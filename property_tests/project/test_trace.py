@@ -544,6 +544,8 @@ def test_writer_names_a_wrong_argument_and_writes_nothing(tmp_path, options, err
         (([5, 1, 4, 2], 4, *DRAFT), ValueError, r"prompt_len of prompt 0 must be in 1 … 3 \(one token must be new\)"),
         (([5] + [1] * 5, 1, *DRAFT), ValueError, r"tokens of prompt 0 must have at most 4 new ones, got 5"),
         (([5, 9, 4, 1], 1, *DRAFT), ValueError, r"tokens of prompt 0 must end at a stop token, got 2 behind one"),
+        (([5, 1, 4, 2], 1, *DRAFT, "\ud800"), ValueError, r"name of prompt 0 must be text that UTF-8 can hold, got"),
+        (([5, 1, 4, 2], 1, *DRAFT, None), TypeError, r"name of prompt 0 must be a string, got NoneType"),
         (([5, 1, 4], 1, *DRAFT), ValueError, r"log_probs and token_ids of prompt 0 must have shape \(1, 2, 2\), got"),
         (([5, 1, 4, 2], 1, DRAFT[0], DRAFT[1] * 1.0), TypeError, r"token_ids of prompt 0 must hold integers, got"),
         (([5, 1, 4, 2], 1, -DRAFT[0], DRAFT[1]), ValueError, r"prompt 0: log_probs\[0, 0, 0\] must be at most 0, got"),
@@ -567,6 +569,9 @@ def test_writer_names_a_wrong_prompt_and_adds_nothing(tmp_path, arguments, error
     [
         ({"prompts": []}, ValueError, r"prompts must hold one prompt or more, got none"),
         ({"prompts": [[1], [99]]}, ValueError, r"prompts\[1\]\[0\] must be in 0 … 10, got 99"),
+        ({"names": [*"abcd", "\ud800"]}, ValueError, r"names\[4\] must be text that UTF-8 can hold, got '\\ud800'"),
+        ({"names": [*range(5)]}, TypeError, r"names\[0\] must be a string, got int"),
+        ({"stop_token_ids": 5}, TypeError, r"stop_token_ids must be a sequence, got int 5"),
         ({"names": ["a"]}, ValueError, r"names must have one entry a prompt, 5, got 1"),
         ({"topk": 12}, ValueError, r"topk must be in 1 … 11 \(the vocabulary size\), got 12"),
         ({"top_p": 2.0}, ValueError, r"top_p must be over 0 and at most 1, got 2.0"),
