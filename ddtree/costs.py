@@ -102,10 +102,16 @@ class CostModel:
         ValueError
             Nodes or a context outside what was measured.
         """
-        n, c = (np.asarray(a, np.float64) for a in (nodes, context))
+        n, c = (numbers(name, a).astype(np.float64) for name, a in (("nodes", nodes), ("context", context)))
+        try:
+            np.broadcast_shapes(n.shape, c.shape)
+        except ValueError:
+            raise ValueError(
+                f"nodes and context must have shapes that broadcast, got {n.shape} and {c.shape}"
+            ) from None
         for name, values, known in (("nodes", n, self.nodes), ("context", c, self.contexts)):
-            outside = (values < known[0]) | (values > known[-1])
-            if not clamp and outside.any():
+            outside = ~((values >= known[0]) & (values <= known[-1]))
+            if np.isnan(values).any() or (outside.any() and not clamp):
                 raise ValueError(
                     f"{name} must be within what was measured, {known[0]} … {known[-1]}, "
                     f"got {values[outside].flat[0]:g}: measure there, or pass clamp=True"

@@ -460,6 +460,7 @@ def test_prompts_are_read_as_text_and_as_lines(tmp_path):
             r"p.jsonl:1: name must be text that UTF-8 can hold, got '\\ud800': surr",
         ),
         ('"\\udfff"', r"p.jsonl:1: prompt must be text that UTF-8 can hold, got '\\udfff': surrogates"),
+        ('{"prompt": "x", "name": 3}', r"p.jsonl:1: name must be a string, got 3"),
         ("[-1]", r"p.jsonl:1: token_ids\[0\] must be in 0"),
         ("[0.5]", r"p.jsonl:1: token_ids must hold integer token ids, got float64"),
         ('""', r"p.jsonl:1: prompt must have one token or more, got none"),
@@ -474,10 +475,7 @@ def test_line_that_is_no_prompt_is_named(tmp_path, line, message):
         read_prompts([tmp_path / "p.txt"], encode)
 
 
-def test_name_of_a_prompt_is_text(tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "x", "name": 3}')
-    with pytest.raises(TypeError, match=r"p.jsonl:1: name must be a string, got int"):
-        read_prompts([tmp_path / "p.jsonl"], encode)
+def test_prompt_of_a_file_whose_name_is_no_text_has_one(tmp_path):
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff.txt"))
     try:
         path.write_text("text")
