@@ -16,9 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 from ddtree.analysis.progress import progress_bar
 from ddtree.analysis.trace import Trace, TraceWriter, check_same_prompts, open_trace
 from ddtree.arrays import to_numpy
+from ddtree.checks import check_text
 from ddtree.engine import Engine, Round
 from ddtree.protocols import CachingTarget, DraftContext, Drafter, Target
-from ddtree.tokens import token_row
+from ddtree.tokens import stop_tokens, token_row
 from ddtree.trees import DraftTree, chain_tree
 
 __all__ = ["read_prompts", "record", "record_trace", "vocabulary_digest"]
@@ -98,12 +99,14 @@ def record(
     names = [""] * len(rows) if names is None else list(names)
     if len(names) != len(rows):
         raise ValueError(f"names must have one entry a prompt, {len(rows)}, got {len(names)}")
+    for i, name in enumerate(names):
+        check_text(f"names[{i}]", name)
     digest = hashlib.sha256()
     for row in rows:
         digest.update(np.array([len(row), *row], "<i4").tobytes())
     check_same_prompts(Path(path), digest.hexdigest(), rows)
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    stops = [int(t) for t in stop_token_ids]
+    stops = stop_tokens(stop_token_ids, engine.vocab_size)
     writer = TraceWriter(
         path,
         *(engine.vocab_size, depth, topk),
@@ -173,10 +176,11 @@ def read_prompts(
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: must be UTF-8 text, got {error}") from error
-        lines = [(path.name, text)]
+        called = os.fsencode(path.name).decode(errors="replace")  # a file's name may be any bytes
+        lines = [(called, text)]
         if path.suffix == ".jsonl":
-            numbered = enumerate(text.splitlines(), 1)
-            lines = [(f"{path.name}:{n}", line) for n, line in numbered if line.strip()]
+            numbered = enumerate(text.split("\n"), 1)  # a string may hold other line ends, such as U+2028
+            lines = [(f"{called}:{n}", line) for n, line in numbered if line.strip()]
         for place, line in lines:
             prompt, name = _parsed(path.parent / place, line) if path.suffix == ".jsonl" else (line, "")
             tokens.append(_tokens_of(path.parent / place, prompt, encode))
@@ -195,21 +199,27 @@ def vocabulary_digest(token_bytes: Sequence[bytes]) -> str:
 def _parsed(place: Path, line: str) -> tuple[Any, str]:
     try:
         found = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, or lists in lists too deep
         raise ValueError(f"{place}: must be JSON, got {error}") from error
     if not isinstance(found, dict):
         return found, ""
     given = [key for key in ("prompt", "token_ids") if key in found]
     if len(given) != 1:
         raise ValueError(f"{place}: must have prompt or token_ids, one of them, got {sorted(found)}")
+    for key, kind, must in (("prompt", str, "a string"), ("token_ids", list, "a list of token ids")):
+        if not isinstance(found.get(key, kind()), kind):
+            raise ValueError(f"{place}: {key} must be {must}, got {type(found[key]).__name__}")
     if not isinstance(found.get("name", ""), str):
         raise ValueError(f"{place}: name must be a string, got {found['name']!r}")
+    check_text(f"{place}: name", found.get("name", ""))
     return found[given[0]], found.get("name", "")
 
 
 def _tokens_of(place: Path, prompt: Any, encode: Callable[[str], ArrayLike]) -> NDArray[np.int32]:
     if not isinstance(prompt, str | list):
         raise ValueError(f"{place}: prompt must be a string or a list of token ids, got {type(prompt).__name__}")
+    if isinstance(prompt, str):
+        check_text(f"{place}: prompt", prompt)
     try:
         tokens = token_row("token_ids", encode(prompt) if isinstance(prompt, str) else prompt)
     except (TypeError, ValueError) as error:
@@ -307,3 +317,9 @@ class _Renumbered:
             name: [self._start + r for r in getattr(context, name)] for name in ("request_ids", "began", "ended")
         }
         return self._drafter(replace(context, **numbers), depth, topk)
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Pass on who has ended, if the drafter keeps something of them."""
+        forget = getattr(self._drafter, "forget", None)
+        if forget is not None:
+            forget([self._start + r for r in request_ids])

@@ -33,6 +33,7 @@ from ddtree.policies import (
     static_tree,
 )
 from ddtree.protocols import Policy
+from ddtree.tokens import stop_tokens
 
 __all__ = ["fit_static_tree", "passes_of", "rank_rates", "replay", "replay_all"]
 
@@ -92,10 +93,11 @@ def replay_all(
     list of RoundTable
         One a policy, of the next prompts.
     """
+    _check_trace(trace)
     limit = trace.manifest.max_new_tokens
     if max_new_tokens is not None:
         limit = integer("max_new_tokens", max_new_tokens, 1, limit, "what was recorded")
-    stops = np.array([integer(f"stop_token_ids[{i}]", t, 0, INT32_MAX) for i, t in enumerate(stop_token_ids)], np.int32)
+    stops = np.array(stop_tokens(stop_token_ids, trace.manifest.vocab_size), np.int32)
     policies = list(policies)
     passes = passes_of(policies, trace.manifest.depth, trace.manifest.topk)
     for chunk in trace.chunks():
@@ -121,6 +123,7 @@ def rank_rates(trace: Trace) -> NDArray[np.float64]:
         Row d − 1: of the positions whose next d − 1 tokens were all among the candidates of their depths, the share
         where token d has that rank. A row that no position reached is 0.
     """
+    _check_trace(trace)
     L, K = trace.manifest.depth, trace.manifest.topk
     counts, reached = np.zeros((L, K), np.int64), np.zeros(L, np.int64)
     for chunk in trace.chunks():
@@ -143,6 +146,11 @@ def fit_static_tree(trace: Trace, budget: int) -> StaticTree:
     """
     policy = static_tree(likeliest_rank_paths(rank_rates(trace), budget))
     return replace(policy, label=f"static_tree({policy.budget}, fitted)")
+
+
+def _check_trace(trace: Any) -> None:
+    if not isinstance(trace, Trace):
+        raise TypeError(f"trace must be a Trace, as open_trace gives it, got {type(trace).__name__}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from ddtree.analysis.replay import passes_of, rank_rates, replay_all
 from ddtree.analysis.tables import Table
 from ddtree.analysis.trace import Trace, open_trace
 from ddtree.costs import CostModel
-from ddtree.kdtr import atomic_write, read_kdtr, write_kdtr
+from ddtree.kdtr import KdtrError, atomic_write, read_kdtr, remove_temporaries, write_kdtr
 from ddtree.policies import (
     Limited,
     all_children,
@@ -43,11 +43,15 @@ from ddtree.policies import (
     static_tree,
 )
 from ddtree.protocols import Policy
+from ddtree.tokens import stop_tokens
 
 __all__ = ["SweepTable", "policy_grid", "sweep", "write_sweep"]
 
 CELLS = "cells"
 """Folder of the finished cells, beside the tables."""
+
+ABANDONED_SECONDS = 60.0
+"""Nobody takes so long to write a cell; a sweep in another process may be writing one now."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +125,14 @@ def sweep(
         One or more, of one vocabulary, L and K, with names of their own.
     grid : mapping of str to sequence of Policy
         Policies by series, such as ``{"tree": [fixed_budget(8), fixed_budget(64)], "chain": [chain(7)]}``. Labels are
-        distinct. A callable of one's own is known by its label or name: change that when you change what it does.
+        distinct. With ``folder``, a callable of one's own needs a ``label``, or to be a dataclass of numbers, text,
+        arrays and policies: it is known by that, so change the label when you change what it does.
     executor : concurrent.futures.Executor, optional
         Who does the work: processes, a Dask cluster by ``client.get_executor()``, MPI by ``mpi4py.futures``; this
         process if left out. Policies and traces are pickled, and the traces' files must be where the workers are.
     folder : path, optional
         Keeps each finished cell, and those that it has already are not computed again. A cell is known by the bytes of
-        its trace, its policy, the options and ddtree's version.
+        its trace, its policy, the options and ddtree's version. What killed sweeps left half written is removed there.
     max_new_tokens, stop_token_ids
         As in :func:`ddtree.analysis.replay.replay`.
     level, seed, resamples
@@ -157,7 +162,8 @@ def sweep(
     ...     table = sweep([shipped_trace()], grid, pool, folder="sweep")
     """
     traces, series, policies = _checked(traces, grid)
-    options = {"max_new_tokens": max_new_tokens, "stop_token_ids": tuple(map(int, stop_token_ids))}
+    stops = tuple(stop_tokens(stop_token_ids, traces[0].manifest.vocab_size))
+    options = {"max_new_tokens": max_new_tokens, "stop_token_ids": stops}
     cells = _Cells(folder, traces, policies, options)
     groups = _tasks(cells, traces, policies)
     missing = sum(len(members) for _, members in groups)
@@ -280,18 +286,17 @@ class _Cells:
         if folder is None:
             return
         home = Path(folder) / CELLS
+        keys = [fingerprint(policy, f"policy {policy_name(policy)}") for policy in policies]
         home.mkdir(parents=True, exist_ok=True)
+        remove_temporaries(home, idle_seconds=ABANDONED_SECONDS)
         for t, trace in enumerate(traces):
             digest = trace.digest()
             for j, policy in enumerate(policies):
-                key = fingerprint((ddtree.__version__, digest, policy, sorted(options.items())))
+                key = fingerprint((ddtree.__version__, digest, keys[j], sorted(options.items())))
                 self._paths[t, j] = path = home / f"{key}.kdtr"
                 self._about[t, j] = {"trace": trace.name, "label": policy_name(policy), "version": ddtree.__version__}
                 if path.exists():
-                    arrays, _ = read_kdtr(path)
-                    if arrays.keys() != {"sums", "used_last_rank"} or arrays["sums"].shape[1:] != (4,):
-                        raise ValueError(f"{path}: must hold sums (P, 4) and used_last_rank, remove it: it is no cell")
-                    self._results[t, j] = arrays["sums"], int(arrays["used_last_rank"])
+                    self._results[t, j] = _read_cell(path)
 
     def __contains__(self, cell: tuple[int, int]) -> bool:
         return cell in self._results
@@ -304,6 +309,20 @@ class _Cells:
             arrays = {"sums": result[0], "used_last_rank": np.array(result[1], np.int64)}
             write_kdtr(self._paths[cell], arrays, self._about[cell])
         self._results[cell] = result
+
+
+def _read_cell(path: Path) -> Result:
+    try:
+        arrays, _ = read_kdtr(path)
+    except KdtrError as error:
+        raise ValueError(f"{error}: remove the file, and its cell is computed again") from error
+    kinds = {name: (a.dtype.name, a.ndim, a.shape[1:]) for name, a in arrays.items()}
+    if kinds != {"sums": ("float64", 2, (4,)), "used_last_rank": ("int64", 0, ())}:
+        raise ValueError(
+            f"{path}: must hold sums float64 (P, 4) and used_last_rank int64 (), it is no cell: remove the file, and "
+            "it is computed again"
+        )
+    return arrays["sums"], int(arrays["used_last_rank"])
 
 
 def _tasks(cells: _Cells, traces: list[Trace], policies: list[Policy]) -> list[tuple[int, list[int]]]:
@@ -390,6 +409,13 @@ def _checked(
                     f"{trace.name}: {field} of the manifest must be {first!r}, as of {traces[0].name}, got {ours!r}: "
                     "sweep them apart"
                 )
+    if not isinstance(grid, Mapping):
+        raise TypeError(
+            f"grid must be a mapping of series to policies, as policy_grid makes it, got {type(grid).__name__}"
+        )
+    for series, policies in grid.items():
+        if not isinstance(policies, Iterable):
+            raise TypeError(f"grid[{series!r}] must be a sequence of policies, got {type(policies).__name__}: [policy]")
     pairs = [(series, policy) for series, policies in grid.items() for policy in policies]
     if not pairs:
         raise ValueError("grid must hold one policy or more, got none")
@@ -412,26 +438,44 @@ def _checked(
     return traces, [series for series, _ in pairs], [policy for _, policy in pairs]
 
 
-def fingerprint(value: Any) -> str:
-    """A digest of plain values, arrays, and dataclasses of them; anything else is known by its type and label."""
+def fingerprint(value: Any, name: str = "value") -> str:
+    """A digest of plain values, arrays, dataclasses of them, and labelled policies; ``name`` is for messages.
+
+    Raises
+    ------
+    TypeError
+        Something else, or a policy without a label, which could be another one under the same name: its place is named.
+    """
     digest = hashlib.sha256()
 
-    def add(part: Any) -> None:
-        if isinstance(part, np.ndarray):
+    def add(part: Any, place: str) -> None:
+        if isinstance(part, np.ndarray) and not part.dtype.hasobject:
             digest.update(f"array {part.dtype} {part.shape} ".encode() + np.ascontiguousarray(part).tobytes())
         elif isinstance(part, tuple | list):
             digest.update(f"{len(part)} of ".encode())
-            for each in part:
-                add(each)
-        elif is_dataclass(part):
+            for i, each in enumerate(part):
+                add(each, f"{place}[{i}]")
+        elif is_dataclass(part) and not isinstance(part, type):
             digest.update(f"{type(part).__qualname__} ".encode())
             for f in fields(part):
-                if f.compare or isinstance(getattr(part, f.name), np.ndarray):
-                    add((f.name, getattr(part, f.name)))
-        elif part is None or isinstance(part, str | int | float | np.generic):
+                if f.compare or f.init:  # the others follow from these
+                    add(f.name, f.name)
+                    add(getattr(part, f.name), f"{place}.{f.name}")
+        elif part is None or isinstance(part, str | bytes | int | float | np.generic):
             digest.update(f"{type(part).__name__} {part!r} ".encode())
+        elif callable(part) and hasattr(part, "budget"):
+            if not getattr(part, "label", None):
+                raise TypeError(
+                    f"{place} must have a label to be kept in a folder, where another policy of the same name could be "
+                    "taken for it: set one that says all that it does, as in policy.label = 'tempered, 0.8', or leave "
+                    "out folder"
+                )
+            digest.update(f"{type(part).__qualname__} {part.label!r} {part.budget} ".encode())
         else:
-            digest.update(f"{type(part).__qualname__} {policy_name(part)} {part.budget} ".encode())
+            raise TypeError(
+                f"{place} must be numbers, text, arrays, or tuples or dataclasses of them, to be kept in a folder, "
+                f"got {type(part).__name__}: hold it as such, or leave out folder"
+            )
 
-    add(value)
+    add(value, name)
     return digest.hexdigest()[:32]

@@ -104,10 +104,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import ddtree
-from ddtree.checks import INT32_MAX, integer, real
-from ddtree.kdtr import KdtrFile, atomic_write, write_kdtr
+from ddtree.checks import INT32_MAX, check_text, integer, real
+from ddtree.kdtr import KdtrFile, atomic_write, remove_temporaries, write_kdtr
 from ddtree.reference.build_tree import drafted_widths
-from ddtree.tokens import token_row
+from ddtree.tokens import stop_tokens, token_row
 
 __all__ = ["Manifest", "Trace", "TraceChunk", "TraceWriter", "open_trace", "shipped_trace"]
 
@@ -329,19 +329,23 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
     """
     folder = Path(path)
     manifest = _read_manifest(folder / MANIFEST)
-    found = sorted(folder.glob("chunk-*.kdtr"))
-    chunks = [_chunk_path(folder, i) for i in range(len(found))]
+    found = _found_chunks(folder)
+    missing = next((i for i, chunk in enumerate(found) if chunk != _chunk_path(folder, i)), None)
     if manifest.complete:
         count = -(-manifest.num_prompts // manifest.prompts_a_chunk)
-        chunks = [_chunk_path(folder, i) for i in range(max(count, len(found)))]
         if len(found) > count:
-            raise ValueError(f"{chunks[count]}: must not be there, {MANIFEST} says num_prompts {manifest.num_prompts}")
-    for chunk in chunks:
-        if chunk not in found:
-            raise ValueError(f"{chunk}: is missing, record it again from there: remove the chunks behind it")
-    if not chunks:
+            raise ValueError(
+                f"{_chunk_path(folder, count)}: must not be there, {MANIFEST} says num_prompts {manifest.num_prompts}"
+            )
+        if missing is None and len(found) < count:
+            missing = len(found)
+    if missing is not None:
+        raise ValueError(
+            f"{_chunk_path(folder, missing)}: is missing, record it again from there: remove the chunks behind it"
+        )
+    if not found:
         raise ValueError(f"{folder}: must have a chunk or more, got an empty trace")
-    return Trace(manifest, chunks, folder.name or str(folder))
+    return Trace(manifest, found, folder.name or str(folder))
 
 
 def shipped_trace() -> Trace:
@@ -360,7 +364,8 @@ class TraceWriter:
     """Writes a trace, or goes on with one, a prompt at a time.
 
     Prompts are kept until a chunk is whole, then written. Used as a context manager, leaving it without an error writes
-    what is left and marks the trace complete; a killed or failed recording keeps its whole chunks.
+    what is left and marks the trace complete; a killed or failed recording keeps its whole chunks. A folder has one
+    writer at a time: before each write a writer sees that its trace is as it left it.
 
     Parameters
     ----------
@@ -385,7 +390,8 @@ class TraceWriter:
     ------
     ValueError, TypeError
         An argument by name; or the folder holds a trace of another manifest, whose field is named, or a finished one of
-        which nobody knows the prompts.
+        which nobody knows the prompts; or, from a method, another writer has written to the folder meanwhile, or
+        nothing can be added any more. Nothing is written.
     """
 
     def __init__(
@@ -413,10 +419,7 @@ class TraceWriter:
             depth=integer("depth", depth, 1, INT32_MAX - 1),
             topk=integer("topk", topk, 1, vocab_size, "the vocabulary size"),
             max_new_tokens=integer("max_new_tokens", max_new_tokens, 1, INT32_MAX),
-            stop_token_ids=tuple(
-                integer(f"stop_token_ids[{i}]", t, 0, vocab_size - 1, "the vocabulary")
-                for i, t in enumerate(stop_token_ids)
-            ),
+            stop_token_ids=tuple(stop_tokens(stop_token_ids, vocab_size)),
             temperature=real("temperature", temperature, least=0.0),
             top_p=_share("top_p", top_p),
             seed=integer("seed", seed, 0, 2**64 - 1),
@@ -427,6 +430,7 @@ class TraceWriter:
         )
         self.folder = Path(path)
         self.num_chunks = self._begin()
+        self._left, self._closed = self._files(), False
         self.num_prompts = self.num_chunks * self.manifest.prompts_a_chunk
         if self.manifest.complete:
             self.num_prompts = self.manifest.num_prompts
@@ -435,7 +439,7 @@ class TraceWriter:
     def _begin(self) -> int:
         """See that what is there can be gone on with; return its chunks. Nothing is written before a chunk is."""
         path = self.folder / MANIFEST
-        chunks = sorted(self.folder.glob("chunk-*.kdtr"))
+        chunks = _found_chunks(self.folder)
         if not path.exists():
             if chunks:
                 raise ValueError(f"{self.folder}: must be empty or a trace, got chunks without {MANIFEST}")
@@ -494,11 +498,9 @@ class TraceWriter:
         ValueError, TypeError
             By name and place, or the trace is complete; nothing is added then.
         """
+        self._check_open()
         m, what = self.manifest, f"prompt {self.num_prompts}"
-        if m.complete:
-            raise ValueError(
-                f"{self.folder}: the trace is complete, with {m.num_prompts} prompts: nothing can be added"
-            )
+        check_text(f"name of {what}", name)
         row = token_row(f"tokens of {what}", tokens, m.vocab_size)
         prompt_len = integer(f"prompt_len of {what}", prompt_len, 1, len(row) - 1, "one token must be new")
         new = row[prompt_len:]
@@ -527,16 +529,23 @@ class TraceWriter:
         self._held.append((name, row, prompt_len, values, np.where(drafted, ids, 0).astype(short)))
         self.num_prompts += 1
         if len(self._held) == m.prompts_a_chunk:
-            self._flush()
+            try:
+                self._flush()
+            except BaseException:
+                self._held.pop()
+                self.num_prompts -= 1
+                raise
 
     def close(self) -> None:
-        """Write what is left and mark the trace complete."""
-        if self.manifest.complete:
+        """Write what is left and mark the trace complete; nothing can be added then. Once closed, it stays so."""
+        if self._closed or self.manifest.complete:
             return
         if self._held:
             self._flush()
-        self.manifest = replace(self.manifest, num_prompts=self.num_prompts)
-        self._write_manifest()
+        self._check_alone()
+        complete = replace(self.manifest, num_prompts=self.num_prompts)
+        self._write_manifest(complete)
+        self.manifest = complete
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -544,8 +553,36 @@ class TraceWriter:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if kind is None:
             self.close()
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self.manifest.complete:
+            raise ValueError(
+                f"{self.folder}: the trace is complete, with {self.manifest.num_prompts} prompts: nothing can be added"
+            )
+        if self._closed:
+            raise ValueError(f"{self.folder}: must be open to be added to, its writer is closed: make another one")
+
+    def _files(self) -> dict[str, tuple[int, int]]:
+        """When each file of the trace was written, and its size."""
+        paths = [path for path in (self.folder / MANIFEST, *_found_chunks(self.folder)) if path.exists()]
+        return {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
+
+    def _check_alone(self) -> None:
+        """See that the trace is as this writer left it, and remove what a killed one left half written."""
+        now = self._files()
+        names = sorted(n for n in {*now, *self._left} if now.get(n) != self._left.get(n))
+        if MANIFEST in now and _read_manifest(self.folder / MANIFEST).identity != self.manifest.identity:
+            names = [MANIFEST]  # two began at the same moment
+        if names:
+            raise ValueError(
+                f"{self.folder}: must have one writer at a time, another has changed {names[0]}: "
+                "stop the others, or choose another folder"
+            )
+        remove_temporaries(self.folder)
 
     def _flush(self) -> None:
+        self._check_alone()
         names, rows, lens, values, ids = zip(*self._held, strict=True)
         arrays = {
             "token_ids": np.concatenate(rows),
@@ -563,17 +600,18 @@ class TraceWriter:
             "first_prompt": str(self.num_prompts - len(names)),
             "names": json.dumps(names, ensure_ascii=False),
         }
-        if self.num_chunks == 0:
-            self._write_manifest()
+        if MANIFEST not in self._left:
+            self._write_manifest(self.manifest)
         write_kdtr(_chunk_path(self.folder, self.num_chunks), arrays, about)
         self.num_chunks += 1
-        self._held = []
+        self._left, self._held = self._files(), []
 
-    def _write_manifest(self) -> None:
+    def _write_manifest(self, manifest: Manifest) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.folder / MANIFEST) as file:
-            file.write(json.dumps({"format": FORMAT} | asdict(self.manifest), indent=1, ensure_ascii=False).encode())
+            file.write(json.dumps({"format": FORMAT} | asdict(manifest), indent=1, ensure_ascii=False).encode())
             file.write(b"\n")
+        self._left = self._files()
 
 
 def check_same_prompts(folder: Path, digest: str, prompts: Sequence[NDArray[np.int32]]) -> None:
@@ -587,7 +625,7 @@ def check_same_prompts(folder: Path, digest: str, prompts: Sequence[NDArray[np.i
         return
     recorded = [
         chunk.prompt_tokens(p)[: chunk.prompt_lens[p]]
-        for chunk in Trace(there, sorted(folder.glob("chunk-*.kdtr")), folder.name)
+        for chunk in Trace(there, _found_chunks(folder), folder.name)
         for p in range(chunk.num_prompts)
     ]
     other = [p for p, (old, new) in enumerate(zip(recorded, prompts, strict=False)) if not np.array_equal(old, new)]
@@ -614,10 +652,15 @@ def _chunk_path(folder: Path, index: int) -> Path:
     return folder / f"chunk-{index:05d}.kdtr"
 
 
+def _found_chunks(folder: Path) -> list[Path]:
+    """The chunks that are there, by number, also of more digits than most have."""
+    return sorted(folder.glob("chunk-*.kdtr"), key=lambda path: (len(path.name), path.name))
+
+
 def _read_manifest(path: Path) -> Manifest:
     try:
         document = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # neither JSON nor UTF-8, or lists in lists too deep
         raise ValueError(f"{path}: must be JSON, got {error}") from error
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise ValueError(f"{path}: format must be {FORMAT!r}")
@@ -637,9 +680,13 @@ def _read_manifest(path: Path) -> Manifest:
             raise ValueError(f"{path}: {name} must be in {least} … {INT32_MAX}, got {document[name]}")
     if document["topk"] > document["vocab_size"]:
         raise ValueError(f"{path}: topk must be at most vocab_size {document['vocab_size']}, got {document['topk']}")
-    if not all(isinstance(t, int) and 0 <= t < document["vocab_size"] for t in document["stop_token_ids"]):
-        raise ValueError(f"{path}: stop_token_ids must lie in the vocabulary, got {document['stop_token_ids']}")
-    document["stop_token_ids"] = tuple(document["stop_token_ids"])
+    try:
+        document["stop_token_ids"] = tuple(stop_tokens(document["stop_token_ids"], document["vocab_size"]))
+        real("temperature", document["temperature"], least=0.0)
+        _share("top_p", document["top_p"])
+        integer("seed", document["seed"], 0, 2**64 - 1)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
     return Manifest(**document)
 
 
@@ -730,7 +777,7 @@ def _check_drafts(log_probs: NDArray[np.float32], token_ids: NDArray[Any], vocab
 def _about_chunk(path: Path, about: dict[str, str], count: int) -> tuple[int, tuple[str, ...]]:
     try:
         first, names = int(about["first_prompt"]), json.loads(about["names"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: first_prompt and names must be a number and a list in JSON: {error}") from error
     if not isinstance(names, list) or len(names) != count or not all(isinstance(n, str) for n in names):
         raise ValueError(f"{path}: names must be {count} strings, one a prompt, got {about['names'][:80]}")

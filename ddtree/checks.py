@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddtree.arrays import (
     Device,
@@ -230,6 +231,36 @@ def real(name: str, value: Any, least: float = -math.inf) -> float:
         wanted = "finite" if least == -math.inf else f"finite and at least {least:g}"
         raise ValueError(f"{name} must be {wanted}, got {number}")
     return number
+
+
+def listed(name: str, values: Any) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence, got {type(values).__name__} {values!r}") from None
+
+
+def numbers(name: str, values: Any) -> NDArray[Any]:
+    """``values`` as a NumPy array of integers or floats, whose lists have equal lengths and no truth values."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{name} must have rows of one length, got lists of several") from None
+    if array.dtype.kind not in "iuf" and array.size:
+        raise TypeError(f"{name} must hold numbers, got {array.dtype}")
+    if not hasattr(values, "dtype") and any(isinstance(v, bool | np.bool_) for v in np.asarray(values, object).flat):
+        raise TypeError(f"{name} must hold numbers, got a truth value among them")
+    return array
+
+
+def check_text(name: str, value: Any) -> None:
+    """Refuse what is no text, or has halves of surrogate pairs, which no file holds."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be text that UTF-8 can hold, got {value!r:.80}: {error.reason}") from None
 
 
 def first(wrong: Any) -> tuple[int, ...]:

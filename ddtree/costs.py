@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ddtree.arrays import array_namespace, to_numpy
-from ddtree.checks import INT32_MAX, integer, real
+from ddtree.checks import INT32_MAX, first, integer, numbers, real
 from ddtree.kdtr import atomic_write
 from ddtree.protocols import KVCache, Target
 from ddtree.trees import tree_from_parents
@@ -66,7 +66,7 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in ("nodes", "contexts"):
             object.__setattr__(self, name, _rising(name, getattr(self, name)))
-        seconds = np.asarray(self.verify_seconds, np.float64)
+        seconds = numbers("verify_seconds", self.verify_seconds).astype(np.float64)
         object.__setattr__(self, "verify_seconds", seconds)
         object.__setattr__(self, "draft_seconds", real("draft_seconds", self.draft_seconds, least=0.0))
         if self.nodes[0] != 0:
@@ -74,8 +74,7 @@ class CostModel:
         wanted = (len(self.contexts), len(self.nodes))
         if seconds.shape != wanted:
             raise ValueError(f"verify_seconds must have shape {wanted}, got {seconds.shape}")
-        if not (np.isfinite(seconds) & (seconds > 0)).all():
-            raise ValueError(f"verify_seconds must be finite and over 0, got {seconds.min()} … {seconds.max()}")
+        _check_seconds(seconds)
         slopes = np.diff(seconds, axis=1) / np.diff(self.nodes)
         # what a fit or a decimal notation rounds is no concavity
         slack = 1e-9 * seconds.max() / max(1, self.nodes[-1])
@@ -103,10 +102,16 @@ class CostModel:
         ValueError
             Nodes or a context outside what was measured.
         """
-        n, c = (np.asarray(a, np.float64) for a in (nodes, context))
+        n, c = (numbers(name, a).astype(np.float64) for name, a in (("nodes", nodes), ("context", context)))
+        try:
+            np.broadcast_shapes(n.shape, c.shape)
+        except ValueError:
+            raise ValueError(
+                f"nodes and context must have shapes that broadcast, got {n.shape} and {c.shape}"
+            ) from None
         for name, values, known in (("nodes", n, self.nodes), ("context", c, self.contexts)):
-            outside = (values < known[0]) | (values > known[-1])
-            if not clamp and outside.any():
+            outside = ~((values >= known[0]) & (values <= known[-1]))
+            if np.isnan(values).any() or (outside.any() and not clamp):
                 raise ValueError(
                     f"{name} must be within what was measured, {known[0]} … {known[-1]}, "
                     f"got {values[outside].flat[0]:g}: measure there, or pass clamp=True"
@@ -158,7 +163,7 @@ class CostModel:
         try:
             with open(path, encoding="utf-8") as file:
                 document = json.load(file)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # neither JSON nor UTF-8, or lists in lists too deep
             raise ValueError(f"{path}: must be JSON, got {error}") from error
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f"{path}: format must be {FORMAT!r}, as CostModel.save writes it")
@@ -166,12 +171,7 @@ class CostModel:
         if missing:
             raise ValueError(f"{path}: {missing[0]} is missing")
         try:
-            return cls(
-                np.asarray(document["nodes"]),
-                np.asarray(document["contexts"]),
-                np.asarray(document["verify_seconds"], np.float64),
-                document["draft_seconds"],
-            )
+            return cls(document["nodes"], document["contexts"], document["verify_seconds"], document["draft_seconds"])
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -209,14 +209,13 @@ def fit_cost_model(
     [[2.333, 2.333, 2.333, 5.0]]
     """
     n, c = (_whole(name, a) for name, a in (("nodes", nodes), ("contexts", contexts)))
-    s = np.asarray(verify_seconds, np.float64)
+    s = numbers("verify_seconds", verify_seconds).astype(np.float64)
     if not n.shape == c.shape == s.shape or n.ndim != 1 or n.size == 0:
         raise ValueError(
             f"nodes, contexts and verify_seconds must have one shape (m,) with m >= 1, "
             f"got {n.shape}, {c.shape} and {s.shape}"
         )
-    if not (np.isfinite(s) & (s > 0)).all():
-        raise ValueError(f"verify_seconds must be finite and over 0, got {s.min()} … {s.max()}")
+    _check_seconds(s)
     knots, where = np.unique(n), np.unique(c)
     fitted = np.empty((len(where), len(knots)))
     for row, context in zip(fitted, where, strict=True):
@@ -302,8 +301,15 @@ def _nonnegative_least_squares(A: NDArray[np.float64], b: NDArray[np.float64]) -
     return x
 
 
+def _check_seconds(seconds: NDArray[np.float64]) -> None:
+    wrong = ~(np.isfinite(seconds) & (seconds > 0))
+    if wrong.any():
+        place = first(wrong)
+        raise ValueError(f"verify_seconds{list(place)} must be finite and over 0, got {seconds[place]}")
+
+
 def _whole(name: str, values: Any) -> NDArray[np.int64]:
-    array = np.asarray(values)
+    array = numbers(name, values)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name} must hold integers, got {array.dtype}")
     return array.astype(np.int64)

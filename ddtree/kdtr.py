@@ -37,12 +37,15 @@ import errno
 import math
 import mmap as _mmap
 import os
+import re
 import stat
 import struct
 import sys
+import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
@@ -62,6 +65,7 @@ __all__ = [
     "dtype_named",
     "include_dir",
     "read_kdtr",
+    "remove_temporaries",
     "write_kdtr",
 ]
 
@@ -77,6 +81,7 @@ _HEADER = struct.Struct("<8sIIQQQII12sI")
 _ENTRY = struct.Struct("<QQIHBB")
 _PAIR = struct.Struct("<II")
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+_TEMPORARY = re.compile(r"\.[0-9a-f]+\.tmp")
 _CHUNK = 1 << 20  # bytes; small enough to be in cache still when the CRC follows the copy
 
 
@@ -539,6 +544,23 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, temporary):
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
+
+
+def remove_temporaries(folder: str | os.PathLike[str], *, idle_seconds: float = 0.0) -> None:
+    """Remove what killed processes left half written: the temporary files of :func:`atomic_write` in a folder.
+
+    Parameters
+    ----------
+    folder : str or os.PathLike
+        The folder; none below it. One that is not there has nothing to remove.
+    idle_seconds : float
+        Only files that were last written to so long ago, where another process may be writing now.
+    """
+    before = time.time() - idle_seconds
+    for path in Path(folder).glob(".*.tmp"):
+        with suppress(FileNotFoundError):  # its writer has just renamed it
+            if _TEMPORARY.fullmatch(path.name) and path.is_file() and path.stat().st_mtime <= before:
+                path.unlink()
 
 
 def check_regular(path: str | os.PathLike[str]) -> int:

@@ -103,6 +103,8 @@ def load_pair(
     >>> generation = engine.generate(load_prompts().tokens[:2], max_new_tokens=8)
     >>> text = vocabulary.decode(generation.tokens[0])
     """
+    if not isinstance(path, str | os.PathLike | None):
+        raise TypeError(f"path must be the folder of a pair, a str or os.PathLike, got {type(path).__name__}")
     folder = pair_folder() if path is None else Path(path)
     for name in (TARGET, DRAFTER, VOCABULARY):
         if not (folder / name).is_file():
@@ -146,7 +148,7 @@ def load_prompts(path: str | os.PathLike[str] | None = None) -> Prompts:
         )
     try:
         sources = json.loads(metadata.get("sources", "null"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: metadata 'sources' is not JSON: {error}") from error
     if (
         not isinstance(sources, list)

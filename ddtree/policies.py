@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ddtree.arrays import array_namespace, to_numpy
-from ddtree.checks import INT32_MAX, Call, check_tree_values, check_visibility, first, integer, real
+from ddtree.checks import INT32_MAX, Call, check_tree_values, check_visibility, first, integer, numbers, real
 from ddtree.costs import CostModel
 from ddtree.ops import build_tree, visibility_words
 from ddtree.protocols import Policy
@@ -155,9 +155,13 @@ def likeliest_rank_paths(rates: ArrayLike, budget: int) -> list[tuple[int, ...]]
     >>> likeliest_rank_paths([[0.6, 0.3], [0.4, 0.3]], 4)
     [(0,), (1,), (0, 0), (0, 1)]
     """
-    rates = np.asarray(rates, np.float64)
-    if rates.ndim != 2 or not ((rates >= 0) & (rates <= 1)).all():
-        raise ValueError(f"rates must have shape (L, K) and lie in 0 … 1, got shape {rates.shape}")
+    rates = numbers("rates", rates).astype(np.float64)
+    if rates.ndim != 2:
+        raise ValueError(f"rates must have shape (L, K), got {rates.shape}")
+    outside = ~((rates >= 0) & (rates <= 1))
+    if outside.any():
+        d, k = first(outside)
+        raise ValueError(f"rates[{d}, {k}] must be in 0 … 1, got {rates[d, k]}")
     # Ranks in order of their rates are a draft, and the best static tree is its best-first tree.
     ranks = np.argsort(-rates, axis=1, kind="stable").astype(np.int32)
     with np.errstate(divide="ignore"):
@@ -201,6 +205,7 @@ def limited(policy: Policy, *, depth: int | None = None, topk: int | None = None
     depth, topk : int, optional
         0 and up, 1 and up; no limit if left out.
     """
+    check_policy("policy", policy)
     if depth is not None:
         integer("depth", depth, 0, INT32_MAX - 1)
     if topk is not None:

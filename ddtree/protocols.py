@@ -276,7 +276,8 @@ class DraftContext:
     began : list of int
         Requests that draft for the first time now.
     ended : list of int
-        Requests that finished in the last round and do not come back.
+        Requests that finished in the last round and do not come back. Of those that finish in a run's last round no
+        draft follows that could say so: see ``forget`` of :class:`Drafter`.
     """
 
     request_ids: list[int]
@@ -294,6 +295,9 @@ class Drafter(Protocol):
     log-probs ≤ 0, non-increasing along k, and int32 ids distinct within a depth; from the first −inf on, nothing is
     drafted at that depth. A drafter that wants the target's hidden states has an attribute ``hidden_layers``, a tuple
     of int.
+
+    A drafter that keeps something of each request may have a method ``forget(request_ids)``. When a run is over, or is
+    left early, it is called with the requests that no context has reported as ended, known to the drafter or not.
     """
 
     def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[Any, Any]: ...

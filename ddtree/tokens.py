@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["token_row"]
+from ddtree.checks import integer, listed
+
+__all__ = ["stop_tokens", "token_row"]
 
 
 def token_row(name: str, tokens: Any, vocab_size: int | None = None) -> NDArray[np.int32]:
@@ -27,6 +30,10 @@ def token_row(name: str, tokens: Any, vocab_size: int | None = None) -> NDArray[
     ValueError, TypeError
         Another shape, another type, or an id outside the vocabulary, named with its place.
     """
+    if isinstance(tokens, list | tuple):
+        for i, token in enumerate(tokens):
+            if isinstance(token, bool | list | tuple):
+                raise TypeError(f"{name}[{i}] must be a token id, got {type(token).__name__}")
     row = np.frombuffer(tokens, np.uint8) if isinstance(tokens, bytes | bytearray) else np.asarray(tokens)
     if row.ndim != 1:
         hint = "; put a single sequence in a list" if row.ndim == 0 else ""
@@ -39,3 +46,11 @@ def token_row(name: str, tokens: Any, vocab_size: int | None = None) -> NDArray[
         at = int(outside[0])
         raise ValueError(f"{name}[{at}] must be in 0 … {highest}, got {int(row[at])}")
     return row.astype(np.int32)
+
+
+def stop_tokens(stop_token_ids: Iterable[int], vocab_size: int) -> list[int]:
+    """Return stop tokens as a list, each checked to be in the vocabulary, 0 … ``vocab_size`` − 1."""
+    return [
+        integer(f"stop_token_ids[{i}]", token, 0, vocab_size - 1, "the vocabulary")
+        for i, token in enumerate(listed("stop_token_ids", stop_token_ids))
+    ]

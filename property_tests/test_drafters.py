@@ -99,6 +99,20 @@ def test_oracle_reads_continuations_by_request():
     assert token_ids[:, :, 0].tolist() == [TEXT[10:13].tolist(), TEXT[1:4].tolist()]
 
 
+@pytest.mark.parametrize(
+    "make", [NgramDrafter, lambda: OracleDrafter([TEXT] * 2, VOCABULARY)], ids=["n-gram", "oracle"]
+)
+def test_what_ended_is_forgotten(make):
+    drafter = make()
+    [kept] = [value for name, value in vars(drafter).items() if name in ("_indices", "_prompt_lens")]
+    drafter(context_of({0: [0, 0], 1: [0, 0]}), 3, 2)
+    assert set(kept) == {0, 1}
+    drafter(context_of({1: [0, 0, TEXT[1]]}, began=[], ended=[0]), 3, 2)
+    assert set(kept) == {1}
+    drafter.forget([1, 7])
+    assert set(kept) == set()
+
+
 LAW = NoiseLaw([[0.5, 0.25], [0.2, 0.0, 0.3], [0.0]])
 
 

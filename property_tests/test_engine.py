@@ -1,6 +1,7 @@
 """Laws of the engine: a drafter decides how many tokens a round emits, and never which."""
 
 import contextlib
+import math
 import tracemalloc
 from typing import Any
 
@@ -466,6 +467,51 @@ def test_context_has_the_committed_tokens_the_roots_and_who_began_and_ended():
                 tokens[0] = 0
     assert contexts[0].began == began  # each began once, in the first round
     assert any(context.ended for context in contexts)
+
+
+class Keeping(RandomDrafter):
+    """A drafter that keeps something of each request, and notes who is reported as ended."""
+
+    def __init__(self, seed, fails_at=math.inf):
+        super().__init__(seed)
+        self.kept: set[int] = set()
+        self.reported: list[int] = []
+        self.drafts, self.fails_at = 0, fails_at
+
+    def __call__(self, context, depth, topk):
+        self.forget(context.ended)
+        self.kept.update(context.request_ids)
+        self.drafts += 1
+        if self.drafts == self.fails_at:
+            raise RuntimeError("no more")
+        return super().__call__(context, depth, topk)
+
+    def forget(self, request_ids):
+        self.reported += request_ids
+        self.kept.difference_update(request_ids)
+
+
+@pytest.mark.parametrize("how", ["to its end", "with a stop", "left early", "failed", "in the prefill"])
+def test_drafter_is_told_of_every_request_that_ended_also_in_the_last_round(how):
+    prompts = [[1, 2, 3], [5], [4, 4]]
+    drafter = Keeping(3, 2 if how == "failed" else math.inf)
+    engine = Engine(AttentionTarget(), drafter, depth=2, budget=3)
+    _, free, _ = recorded(prompts, 20)
+    stops = [int(free.tokens[1][4])] if how == "with a stop" else []
+    if how == "left early":
+        stream: Any = engine.stream(prompts, 20)
+        while not drafter.drafts:
+            next(stream)
+        stream.close()
+    elif how == "failed":
+        with pytest.raises(RuntimeError, match="no more"):
+            engine.generate(prompts, 20)
+    else:
+        generation = engine.generate(prompts, 1 if how == "in the prefill" else 20, stops)
+        assert drafter.drafts == len(generation.rounds)  # none only to say who ended
+    assert drafter.kept == set()
+    assert sorted(set(drafter.reported)) == ([] if how == "in the prefill" else [0, 1, 2])
+    assert len(drafter.reported) == len(set(drafter.reported))
 
 
 def test_request_that_ends_in_the_prefill_is_never_shown_to_the_drafter():

@@ -34,6 +34,8 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except (BackendUnavailable, KdtrError) as error:
             raise click.ClickException(str(error)) from error
+        except MemoryError as error:
+            raise click.ClickException(f"this does not fit in memory, ask for less: {error}") from error
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader has gone: click ends quietly
                 raise

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddtree.cli.limits import MOST_DEPTH, MOST_NEW_TOKENS, MOST_NODES
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -51,10 +53,16 @@ class _CannotGenerate(click.ClickException):
     "are drafted for by n-gram lookup. By default the pair that is installed.",
 )
 @click.option("--mode", type=click.Choice(MODES), default="tree", show_default=True, help="What is drafted a round.")
-@click.option("--budget", type=click.IntRange(0, 65_536), default=64, show_default=True, help="Nodes of a tree.")
-@click.option("--depth", type=click.IntRange(0, 1_024), default=7, show_default=True, help="Most tokens of a path.")
+@click.option("--budget", type=click.IntRange(0, MOST_NODES), default=64, show_default=True, help="Nodes of a tree.")
 @click.option(
-    "--max-new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Most tokens of a request."
+    "--depth", type=click.IntRange(0, MOST_DEPTH), default=7, show_default=True, help="Most tokens of a path."
+)
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1, MOST_NEW_TOKENS),
+    default=64,
+    show_default=True,
+    help="Most tokens of a request.",
 )
 @click.option(
     "--stop",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddtree.cli.check import CannotRun
+from ddtree.cli.limits import MOST_NODES
 from ddtree.cli.sweep import last_rank_note, numbers
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ REACHED = (
 @click.argument("trace", type=click.Path(path_type=Path, file_okay=False), required=False)
 @click.option(
     "--budgets",
-    callback=numbers(1),
+    callback=numbers(1, MOST_NODES),
     metavar="N,…",
     default="1,2,4,8,16,32,64,128,256,512",
     show_default=True,

@@ -9,6 +9,7 @@ import click
 
 from ddtree.cli.check import CannotRun
 from ddtree.cli.generate import check_depth
+from ddtree.cli.limits import MOST_DEPTH, MOST_NEW_TOKENS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,9 +26,15 @@ _folder = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--drafter", type=click.Choice(["block", "ngram"]), default="block", show_default=True, help="Who drafts."
 )
-@click.option("--depth", type=click.IntRange(1), default=7, show_default=True, help="L, tokens of a path.")
+@click.option("--depth", type=click.IntRange(1, MOST_DEPTH), default=7, show_default=True, help="L, tokens of a path.")
 @click.option("--topk", type=click.IntRange(1), default=16, show_default=True, help="K, candidates a depth.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True, help="Of each prompt.")
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1, MOST_NEW_TOKENS),
+    default=64,
+    show_default=True,
+    help="Of each prompt.",
+)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus, above temperature 0.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of sampling.")

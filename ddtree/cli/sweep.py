@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddtree.checks import INT32_MAX
 from ddtree.cli.check import CannotRun
+from ddtree.cli.limits import MOST_DEPTH, MOST_NODES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,16 +24,17 @@ MANY = 0.05
 """Share of the rounds that used the last rank from which on a reader is told."""
 
 
-def numbers(least: int) -> Callable[[Any, Any, str | None], tuple[int, ...]]:
-    """Whole numbers of ``least`` and up, with commas between them."""
+def numbers(least: int, most: int) -> Callable[[Any, Any, str | None], tuple[int, ...]]:
+    """Whole numbers, ``least`` … ``most``, with commas between them."""
 
     def parse(ctx: Any, param: Any, value: str | None) -> tuple[int, ...]:
         try:
             numbers = tuple(dict.fromkeys(int(part) for part in value.split(","))) if value is not None else ()
         except ValueError:
             raise click.BadParameter(f"{value!r} must be whole numbers with commas between them") from None
-        if min(numbers, default=least) < least:
-            raise click.BadParameter(f"{min(numbers)} must be {least} or more")
+        for number in numbers:
+            if not least <= number <= most:
+                raise click.BadParameter(f"{number} must be in {least} … {most:,}")
         return numbers
 
     return parse
@@ -42,17 +45,23 @@ def numbers(least: int) -> Callable[[Any, Any, str | None], tuple[int, ...]]:
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR")
 @click.option(
     "--budgets",
-    callback=numbers(0),
+    callback=numbers(0, MOST_NODES),
     metavar="N,…",
     default="8,16,32,64,128,256,512",
     show_default=True,
     help="Node budgets.",
 )
 @click.option(
-    "--depth", "depths", callback=numbers(1), metavar="N,…", help="Limits of L; all that was recorded if left out."
+    *("--depth", "depths"),
+    callback=numbers(1, MOST_DEPTH),
+    metavar="N,…",
+    help="Limits of L; all that was recorded if left out.",
 )
 @click.option(
-    "--topk", "topks", callback=numbers(1), metavar="N,…", help="Limits of K; all that was recorded if left out."
+    *("--topk", "topks"),
+    callback=numbers(1, INT32_MAX),
+    metavar="N,…",
+    help="Limits of K; all that was recorded if left out.",
 )
 @click.option(
     "--policy",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -265,12 +265,16 @@ class BlockDrafter:
                 f"depth must be at most {self.max_depth} for this drafter, whose block of {c.block_size} holds the "
                 f"root and {self.max_depth} masks, got {depth}: make the engine with depth={self.max_depth}"
             )
-        for request in (*context.began, *context.ended):
-            self._contexts.pop(request, None)
+        self.forget((*context.began, *context.ended))
         contexts = [self._extended(context, b) for b in range(len(context.request_ids))]
         roots = xp.asarray(context.root_token_ids)
         hidden = self._block(self._embedding[roots], contexts)[:, 1 : 1 + depth]
         return topk_log_probs(hidden @ self._head.T, min(topk, len(self._head)), backend=self.backend)
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Drop the contexts of these requests, which have ended."""
+        for request in request_ids:
+            self._contexts.pop(request, None)
 
     def _extended(self, context: DraftContext, b: int) -> _Context:
         """The b-th request's context with the rows that the target's last pass added."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,7 @@ class NgramDrafter:
 
     def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         """Return log-probs and token ids of shape (B, depth, topk), −inf where there are fewer candidates."""
-        for request in (*context.began, *context.ended):
-            self._indices.pop(request, None)
+        self.forget((*context.began, *context.ended))
         log_probs = np.full((len(context.request_ids), depth, topk), -np.inf, np.float32)
         token_ids = np.full(log_probs.shape, -1, np.int32)
         for b, (request, tokens) in enumerate(zip(context.request_ids, context.tokens, strict=True)):
@@ -79,6 +79,11 @@ class NgramDrafter:
                 token_ids[b, d, : len(best)] = ids[best]
                 log_probs[b, d, : len(best)] = np.minimum(np.log(shares[best]), 0.0)
         return log_probs, token_ids
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Drop the indices of these requests, which have ended."""
+        for request in request_ids:
+            self._indices.pop(request, None)
 
     def _shares(
         self, tokens: NDArray[np.int32], places: list[NDArray[np.int64]]

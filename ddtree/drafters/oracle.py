@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -179,8 +179,7 @@ class OracleDrafter:
         for request, tokens in zip(context.request_ids, context.tokens, strict=True):
             if request in context.began:
                 self._prompt_lens[request] = len(tokens) - 1  # what follows the prompt is the prefill's token
-        for request in context.ended:
-            self._prompt_lens.pop(request, None)
+        self.forget(context.ended)
 
         B, K = len(context.request_ids), min(topk, self.vocab_size)
         log_probs = np.full((B, depth, K), -np.inf, np.float32)
@@ -201,6 +200,11 @@ class OracleDrafter:
                 token_ids[b, d - 1, : len(ids)] = ids
                 log_probs[b, d - 1, : len(ids)] = row[: len(ids)]
         return log_probs, token_ids
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Drop where these requests' continuations began, which have ended."""
+        for request in request_ids:
+            self._prompt_lens.pop(request, None)
 
     def _truth(self, request: int, index: int) -> int | None:
         known = self.continuations[request]

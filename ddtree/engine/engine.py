@@ -16,13 +16,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from ddtree.arrays import array_namespace, dtype_name, export_array, import_array, to_numpy, use_stream_of
 from ddtree.backends import get_backend
-from ddtree.checks import INT32_MAX, integer, real
+from ddtree.checks import INT32_MAX, integer, listed, real
 from ddtree.engine.cache import PagedCache
 from ddtree.engine.records import STAGES, Emission, FinishReason, Generation, Round
 from ddtree.ops import accept_tree, build_tree, choose_tokens, tree_positions
 from ddtree.policies import check_policy, check_policy_tree, policy_name
 from ddtree.protocols import CachingTarget, DraftContext, Drafter, Policy, RequestCache, Target, TargetOutput
-from ddtree.tokens import token_row
+from ddtree.tokens import stop_tokens, token_row
 from ddtree.trees import Acceptance, DraftTree, chain_tree
 
 __all__ = ["Engine", "NonFiniteLogitsError"]
@@ -239,16 +239,13 @@ class Engine:
     ) -> _Run:
         """Check the arguments of a generation, and open it."""
         tokens, max_new_tokens = self._checked_prompts(prompts, max_new_tokens)
-        stops = [
-            integer(f"stop_token_ids[{i}]", token, 0, self.vocab_size - 1, "the vocabulary")
-            for i, token in enumerate(_listed("stop_token_ids", stop_token_ids))
-        ]
+        stops = stop_tokens(stop_token_ids, self.vocab_size)
         temperature, top_p = real("temperature", temperature, least=0.0), real("top_p", top_p)
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p must be over 0 and at most 1, got {top_p}")
         seed = integer("seed", seed, 0, 2**64 - 1)
         plan = self._plan(mode)
-        keys = list(range(len(tokens))) if request_ids is None else _listed("request_ids", request_ids)
+        keys = list(range(len(tokens))) if request_ids is None else listed("request_ids", request_ids)
         if len(keys) != len(tokens):
             raise ValueError(f"request_ids must have one entry a prompt, {len(tokens)}, got {len(keys)}")
         keys = [integer(f"request_ids[{i}]", key, 0, 2**63 - 1) for i, key in enumerate(keys)]
@@ -272,7 +269,7 @@ class Engine:
     ) -> tuple[list[NDArray[np.int32]], int]:
         max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, INT32_MAX)
         checked = []
-        for i, prompt in enumerate(_listed("prompts", prompts)):
+        for i, prompt in enumerate(listed("prompts", prompts)):
             tokens = token_row(f"prompts[{i}]", prompt, self.vocab_size)
             if tokens.size == 0:
                 raise ValueError(f"prompts[{i}] must have at least one token, got none: begin with a BOS token")
@@ -370,14 +367,19 @@ class _Run:
 
     def steps(self) -> Iterator[Round | None]:
         """Run to the end: the prefill, which is no round (None), then each round. ``emissions`` are a step's tokens."""
-        if self.active:
-            with use_stream_of(self.cache.like):
-                self.prefill()
-            yield None
-        while self.active:
-            with use_stream_of(self.cache.like):
-                record = self.round()
-            yield record
+        try:
+            if self.active:
+                with use_stream_of(self.cache.like):
+                    self.prefill()
+                yield None
+            while self.active:
+                with use_stream_of(self.cache.like):
+                    record = self.round()
+                yield record
+        finally:
+            forget = getattr(self.drafter, "forget", None)
+            if forget is not None:
+                forget([*self.ended, *self.active])
 
     def prefill(self) -> None:
         """Run the prompts, a piece of each at a time, and commit the token after each: no round of its own."""
@@ -598,13 +600,6 @@ def _converted(record: Record, convert: Callable[[Any], Any]) -> Record:
     """The same record with every array converted."""
     arrays = {f.name: getattr(record, f.name) for f in fields(record)}
     return replace(record, **{name: convert(a) for name, a in arrays.items() if not isinstance(a, int)})
-
-
-def _listed(name: str, values: Any) -> list[Any]:
-    try:
-        return list(values)
-    except TypeError:
-        raise TypeError(f"{name} must be a sequence, got {type(values).__name__} {values!r}") from None
 
 
 def _name(drafter: Drafter | None) -> str:

@@ -211,6 +211,16 @@ def test_colours_where_there_are_colours(run):
 
 
 @pytest.mark.parametrize(
+    "option, number, most", [("budget", 10**9, 65536), ("depth", 10**9, 1024), ("max-new-tokens", 10**8, 65536)]
+)
+def test_generate_refuses_what_is_a_digit_too_many(run, option, number, most):
+    result = run("--ids", "1", f"--{option}", str(number))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{number} is not in the range" in result.stderr
+    assert f"<={most}" in result.stderr
+
+
+@pytest.mark.parametrize(
     "arguments, message",
     [
         ([], "there is no prompt: give one with --prompt, --prompt-file or --ids"),

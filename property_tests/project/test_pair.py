@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ddtree import Engine, load_pair, load_prompts
+from ddtree.analysis.record import record
 from ddtree.analysis.rounds import round_table
 from ddtree.analysis.training.corpus import packages_table
 from ddtree.analysis.training.evaluate import markdown_of
@@ -202,6 +203,17 @@ def test_context_begins_anew_and_is_dropped_at_the_end(pair, prompts):
     assert log_probs.shape == token_ids.shape == (0, 3, 2)
     with pytest.raises(ValueError, match=r"request 7 must have 9 rows, those committed since its last draft, got 4"):
         pair.drafter(context_of(pair.drafter, pair.target, {7: first[:10]}, began=[], known={7: 5}), 3, 2)
+
+
+def test_what_is_no_folder_is_named():
+    with pytest.raises(TypeError, match=r"path must be the folder of a pair, a str or os.PathLike, got int"):
+        load_pair(5)
+
+
+def test_recording_keeps_no_context(pair, prompts, tmp_path):
+    pair.drafter.forget(list(pair.drafter._contexts))
+    record(pair.target, pair.drafter, prompts.tokens[:5], tmp_path / "t", max_new_tokens=4, prompts_a_chunk=2)
+    assert pair.drafter._contexts == {}
 
 
 def test_wrong_contexts_and_depths_are_named(pair, prompts):

@@ -199,7 +199,13 @@ def test_names_say_what_a_policy_is():
         (lambda: static_tree([(0,), (1, 0)]), ValueError, r"paths\[1\] = \(1, 0\) must have its beginning \(1,\)"),
         (lambda: static_tree([(0,), (0,)]), ValueError, r"paths\[1\] = \(0,\) must stand among the paths once"),
         (lambda: static_tree([(-1,)]), ValueError, r"paths\[0\] must be in 0 … \d+, got -1"),
-        (lambda: likeliest_rank_paths([0.5], 3), ValueError, r"rates must have shape \(L, K\) .*, got shape \(1,\)"),
+        (lambda: likeliest_rank_paths([0.5], 3), ValueError, r"rates must have shape \(L, K\), got \(1,\)"),
+        (lambda: likeliest_rank_paths([[0.5, math.nan]], 3), ValueError, r"rates\[0, 1\] must be in 0 … 1, got nan"),
+        (lambda: likeliest_rank_paths([[0.5], [1.5]], 3), ValueError, r"rates\[1, 0\] must be in 0 … 1, got 1.5"),
+        (lambda: likeliest_rank_paths([[0.5], [0.1, 0.2]], 3), ValueError, r"rates must have rows of one length, got"),
+        (lambda: likeliest_rank_paths([["a"]], 3), TypeError, r"rates must hold numbers, got <U1"),
+        (lambda: limited(None), TypeError, r"policy must be callable .* and have a budget, got NoneType"),
+        (lambda: limited(print), TypeError, r"policy must be callable .*, got builtin_function_or_method print"),
         (lambda: all_children(4, 0), ValueError, r"width must be in 1 … \d+, got 0"),
         (lambda: limited(chain(2), depth=-1), ValueError, r"depth must be in 0 … \d+, got -1"),
         (lambda: limited(chain(2), topk=0), ValueError, r"topk must be in 1 … \d+, got 0"),
@@ -396,6 +402,11 @@ def test_cost_model_is_what_was_measured_and_nothing_beyond():
         COSTS.seconds(41, 0)
     with pytest.raises(ValueError, match=r"context must be within what was measured, 0 … 100, got 101"):
         COSTS.seconds(0, 101)
+    for clamp in (False, True):
+        with pytest.raises(ValueError, match=r"nodes must be within what was measured, 0 … 40, got nan"):
+            COSTS.seconds([math.nan, 1], 0, clamp=clamp)
+    with pytest.raises(ValueError, match=r"nodes and context must have shapes that broadcast, got \(3,\) and \(2,\)"):
+        COSTS.seconds([1, 2, 3], [1, 2])
     assert COSTS.seconds(41, 101, clamp=True) == COSTS.seconds(40, 100)
     for clamp in (False, True):
         with pytest.raises(ValueError, match=r"nodes and context must have shapes .* got \(3,\) and \(2,\)"):
@@ -462,7 +473,13 @@ def test_cost_model_file_is_what_was_saved_and_damage_is_named(tmp_path):
         ("[]", r"costs.json: format must be 'ddtree cost model 1'"),
         (text.replace("draft_seconds", "drafts"), r"costs.json: draft_seconds is missing"),
         (text.replace("0.25", '"x"'), r"costs.json: draft_seconds must be a number, got str 'x'"),
-        (text.replace("8.0", "-8.0"), r"costs.json: verify_seconds must be finite and over 0"),
+        (text.replace("8.0", "-8.0"), r"costs.json: verify_seconds\[\d, \d\] must be finite and over 0, got -8.0"),
+        (text.replace("8.0", "NaN"), r"costs.json: verify_seconds\[\d, \d\] must be finite and over 0, got nan"),
+        (text.replace("8.0", "true"), r"costs.json: verify_seconds must hold numbers, got a truth value among them"),
+        (text.replace("8.0", '"8.0"'), r"costs.json: verify_seconds must hold numbers, got <U"),
+        (text.replace("8.0", "[8.0]"), r"costs.json: verify_seconds must have rows of one length, got lists"),
+        (text.replace('"nodes": [\n  0', '"nodes": [\n  false'), r"costs.json: nodes must hold numbers, got a truth"),
+        ("[" * 10**5, r"costs.json: must be JSON, got maximum recursion"),
     ]:
         path.write_text(damaged)
         with pytest.raises(ValueError, match=message):
@@ -480,7 +497,11 @@ def test_cost_model_file_is_what_was_saved_and_damage_is_named(tmp_path):
         (lambda: CostModel([0, 1, 2], [0], [[1.0, 3, 4]]), ValueError, r"must be non-decreasing and convex"),
         (lambda: CostModel([0], [0], [[1.0]], -1), ValueError, r"draft_seconds must be .* at least 0, got -1"),
         (lambda: fit_cost_model([0], [0], [1.0, 2]), ValueError, r"must have one shape \(m,\) with m >= 1"),
-        (lambda: fit_cost_model([0], [0], [0.0]), ValueError, r"verify_seconds must be finite and over 0, got 0.0"),
+        (
+            lambda: fit_cost_model([0], [0], [0.0]),
+            ValueError,
+            r"verify_seconds\[0\] must be finite and over 0, got 0.0",
+        ),
         (lambda: fit_cost_model([0, 1, 0], [0, 0, 5], [1.0] * 3), ValueError, r"got none of 1 at context 5"),
     ],
 )

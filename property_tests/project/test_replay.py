@@ -344,8 +344,12 @@ class Greedy:
         (
             lambda t: replay(t, chain(2), stop_token_ids=[-1]),
             ValueError,
-            r"stop_token_ids\[0\] must be in 0 … \d+, got",
+            r"stop_token_ids\[0\] must be in 0 … 10 \(the vocabulary\), got",
         ),
+        (lambda t: replay(t, chain(2), stop_token_ids=[1, 999]), ValueError, r"stop_token_ids\[1\] must be in 0 … 10 "),
+        (lambda t: replay(t, chain(2), stop_token_ids=5), TypeError, r"stop_token_ids must be a sequence, got int 5"),
+        (lambda t: replay("x", chain(2)), TypeError, r"trace must be a Trace, as open_trace gives it, got str"),
+        (lambda t: rank_rates(None), TypeError, r"trace must be a Trace, as open_trace gives it, got NoneType"),
         (
             lambda t: replay(t, cost_aware(4, CostModel(np.array([0, 4]), np.array([0, 3]), np.ones((2, 2))))),
             ValueError,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,77 @@ def test_cell_is_known_by_all_that_makes_it():
     assert len({fingerprint(p) for p in others}) == len(others)
 
 
+class Wide:
+    """A policy of one's own, whose name and budget do not say all that it does."""
+
+    budget = 4
+
+    def __init__(self, topk, label=None):
+        self.inner = limited(fixed_budget(4), topk=topk)
+        if label:
+            self.label = label
+
+    def __call__(self, *draft):
+        return self.inner(*draft)
+
+
+def of_my_own(*draft):
+    return fixed_budget(4)(*draft)
+
+
+of_my_own.budget = 4  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Own:
+    """A dataclass that is a policy."""
+
+    held: Any
+    budget: int = 4
+    apart: int = field(default=0, compare=False)
+
+    def __call__(self, *draft):
+        return fixed_budget(4)(*draft)
+
+
+@pytest.mark.parametrize("policy", [Wide(1), of_my_own, limited(Wide(1), topk=1), Own(Wide(1)), Own((of_my_own,))])
+def test_policy_that_another_could_be_taken_for_is_not_kept(traces, tmp_path, policy):
+    if not isinstance(policy, Own):
+        assert len(sweep(traces[:1], {"own": [policy]}).tau) == 1
+    name = re.escape(policy_name(policy))
+    with pytest.raises(TypeError, match=rf"policy {name}.* must have a label to be kept in a folder"):
+        sweep(traces[:1], {"own": [fixed_budget(1), policy]}, folder=tmp_path / "s")
+    assert not list((tmp_path / "s").rglob("*.kdtr"))
+
+
+@pytest.mark.parametrize("held", [{"a": 1}, {1}, len, np.array([{}]), Path(), (1, {"a": 1})])
+def test_policy_of_what_cannot_be_told_apart_is_named_with_its_field(traces, tmp_path, held):
+    with pytest.raises(
+        TypeError, match=r"policy Own\.held(\[1\])? must be numbers, text, .*, got \w+: .* leave out folder"
+    ):
+        sweep(traces[:1], {"own": [Own(held)]}, folder=tmp_path)
+
+
+def test_policies_of_ones_own_that_differ_are_computed_apart(traces, tmp_path):
+    own: list[Any] = [Wide(1, "widest 1"), Wide(4, "widest 4")]
+    apart = [sweep(traces[:1], {"own": [policy]}, folder=tmp_path).tau[0] for policy in own]
+    assert apart == [replay(traces[0], policy).tau for policy in own]
+    assert apart[0] != apart[1]
+    assert len({fingerprint(p) for p in (*own, Own(1), Own(2), Own("1"), Own(b"1"), Own(1, apart=1), Own((1,)))}) == 8
+
+
+def test_what_a_killed_sweep_left_half_written_is_removed(traces, tmp_path):
+    cells = tmp_path / "cells"
+    cells.mkdir()
+    for name in (".0123abcd.tmp", ".4567abcd.tmp", ".mine.tmp"):
+        (cells / name).touch()
+    for name in (".0123abcd.tmp", ".mine.tmp"):
+        os.utime(cells / name, (0, 0))
+    sweep(traces[:1], {"tree": [fixed_budget(2)]}, folder=tmp_path)
+    # the second may be another sweep's that is being written
+    assert sorted(p.name for p in cells.glob(".*")) == [".4567abcd.tmp", ".mine.tmp"]
+
+
 def test_damaged_cell_is_named(traces, tmp_path):
     grid = {"tree": [fixed_budget(2)]}
     sweep(traces[:1], grid, folder=tmp_path)
@@ -142,9 +213,14 @@ def test_damaged_cell_is_named(traces, tmp_path):
     cell.write_bytes(cell.read_bytes()[:-1])
     with pytest.raises(ValueError, match=rf"{cell.name}: truncated"):
         sweep(traces[:1], grid, folder=tmp_path)
-    write_kdtr(cell, {"sums": np.zeros((2, 3))})
-    with pytest.raises(ValueError, match=rf"{cell.name}: must hold sums \(P, 4\) and used_last_rank, remove it"):
+    cell.write_bytes(b"garbage")
+    with pytest.raises(ValueError, match=rf"{cell.name}: .*: remove the file, and its cell is computed again"):
         sweep(traces[:1], grid, folder=tmp_path)
+    good: dict[str, Any] = {"sums": np.zeros((2, 4)), "used_last_rank": np.array(1)}
+    for name, value in (("sums", (2, 3)), ("sums", 4), ("used_last_rank", 2), ("more", ())):
+        write_kdtr(cell, good | {name: np.zeros(value)})
+        with pytest.raises(ValueError, match=rf"{cell.name}: must hold sums .*, it is no cell: remove the file, and"):
+            sweep(traces[:1], grid, folder=tmp_path)
 
 
 def test_trace_in_memory_is_swept_as_its_files(traces):
@@ -173,6 +249,7 @@ class Deadly:
     """A policy that takes its process with it, until a file is there; then a chain."""
 
     budget = 2
+    label = "deadly"
 
     def __init__(self, flag):
         self.flag = Path(flag)
@@ -192,7 +269,7 @@ def test_killed_process_loses_no_finished_cell_and_the_sweep_goes_on(traces, tmp
     counting = Counting(monkeypatch)
     table = sweep(traces[:1], grid, folder=tmp_path)
     assert counting.names  # what was under way is done again
-    assert set(counting.names) < {"Deadly", "chain(3)", *map(policy_name, GRID["tree"])}
+    assert set(counting.names) < {"deadly", "chain(3)", *map(policy_name, GRID["tree"])}
     assert table.records()[:4] == sweep(traces[:1], {k: grid[k] for k in ("tree", "chain")}).records()
     assert table.tau[4] == replay(traces[0], chain(2)).tau
 
@@ -316,6 +393,18 @@ def test_traces_that_do_not_fit_together_are_named(traces, tmp_path, options, me
         (lambda t: sweep([], GRID), ValueError, r"traces must hold one trace or more, got none"),
         (lambda t: sweep(list("x"), GRID), TypeError, r"traces\[0\] must be a Trace, .*, got str"),
         (lambda t: sweep([t, t], GRID), ValueError, r"traces\[1\] must have a name of its own, 'n-gram' is"),
+        (lambda t: sweep([t], [chain(1)]), TypeError, r"grid must be a mapping of series to policies, .*, got list"),
+        (
+            lambda t: sweep([t], {"x": fixed_budget(3)}),  # type: ignore[dict-item]
+            TypeError,
+            r"grid\['x'\] must be a sequence of policies, got BestFirst: \[policy\]",
+        ),
+        (lambda t: sweep([t], GRID, stop_token_ids=5), TypeError, r"stop_token_ids must be a sequence, got int 5"),
+        (
+            lambda t: sweep([t], GRID, stop_token_ids=[11]),
+            ValueError,
+            r"stop_token_ids\[0\] must be in 0 … 10 .*, got 11",
+        ),
         (lambda t: sweep([t], {"tree": []}), ValueError, r"grid must hold one policy or more, got none"),
         (
             lambda t: sweep([t], {"a": [chain(1)] * 2}),
@@ -358,8 +447,19 @@ def test_prompts_are_read_as_text_and_as_lines(tmp_path):
     "line, message",
     [
         ("{", r"p.jsonl:1: must be JSON, got"),
+        ("[" * 10**5, r"p.jsonl:1: must be JSON, got maximum recursion"),
+        ('{"token_ids": "abc"}', r"p.jsonl:1: token_ids must be a list of token ids, got str"),
+        ('{"prompt": [1, 2]}', r"p.jsonl:1: prompt must be a string, got list"),
+        ('{"prompt": null}', r"p.jsonl:1: prompt must be a string, got NoneType"),
+        ("[1, true]", r"p.jsonl:1: token_ids\[1\] must be a token id, got bool"),
+        ("[1, [2, 3]]", r"p.jsonl:1: token_ids\[1\] must be a token id, got list"),
         ("3", r"p.jsonl:1: prompt must be a string or a list of token ids, got int"),
         ('{"text": "x"}', r"p.jsonl:1: must have prompt or token_ids, one of them, got \['text'\]"),
+        (
+            '{"prompt": "x", "name": "\\ud800"}',
+            r"p.jsonl:1: name must be text that UTF-8 can hold, got '\\ud800': surr",
+        ),
+        ('"\\udfff"', r"p.jsonl:1: prompt must be text that UTF-8 can hold, got '\\udfff': surrogates"),
         ('{"prompt": "x", "name": 3}', r"p.jsonl:1: name must be a string, got 3"),
         ("[-1]", r"p.jsonl:1: token_ids\[0\] must be in 0"),
         ("[0.5]", r"p.jsonl:1: token_ids must hold integer token ids, got float64"),
@@ -373,6 +473,25 @@ def test_line_that_is_no_prompt_is_named(tmp_path, line, message):
     (tmp_path / "p.txt").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"p.txt: must be UTF-8 text, got"):
         read_prompts([tmp_path / "p.txt"], encode)
+
+
+def test_prompt_of_a_file_whose_name_is_no_text_has_one(tmp_path):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff.txt"))
+    try:
+        path.write_text("text")
+    except OSError:
+        return  # a file system of UTF-8 alone
+    assert read_prompts([path], encode)[1] == ["bad\ufffd.txt"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_line_of_a_file_of_prompts_ends_at_a_line_feed_alone(tmp_path, end):
+    texts = ["a\u2028b", "a\u0085b", "a\u2029b", "a\x1cb", "a\x0bb"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts[:3]] + list(map(json.dumps, texts[3:]))
+    (tmp_path / "p.jsonl").write_bytes(end.join(lines).encode())
+    tokens, names = read_prompts([tmp_path / "p.jsonl"], encode)
+    assert [t.tolist() for t in tokens] == list(map(encode, texts))
+    assert names == [f"p.jsonl:{n}" for n in range(1, 6)]
 
 
 def test_vocabularies_differ_by_digest():
@@ -478,6 +597,9 @@ def test_record_command_records_what_the_function_does(run, tmp_path):
         (["p.jsonl", "--held-out"], r"give PROMPTS or --held-out, got both: leave one of them out"),
         (["p.jsonl", "--topk", "2049"], r"topk must be in 1 … 2048 \(the vocabulary size\), got 2049"),
         (["p.jsonl", "--depth", "8"], r"Error: --depth must be at most 7, all that the block drafter drafts, got 8"),
+        (["deep.jsonl"], r"deep.jsonl:1: must be JSON, got maximum recursion"),
+        (["p.jsonl", "--depth", "2000000000"], r"2000000000 is not in the range 1<=x<=1024"),
+        (["p.jsonl", "--max-new-tokens", "2000000000"], r"2000000000 is not in the range 1<=x<=65536"),
         (["p.jsonl", "--top-p", "2"], r"top_p must be over 0 and at most 1, got 2.0"),
         (["q.jsonl"], r"q.jsonl:1: must be JSON"),
         (["none.jsonl"], r"none.jsonl: No such file"),
@@ -487,10 +609,23 @@ def test_record_command_records_what_the_function_does(run, tmp_path):
 def test_record_command_says_in_a_line_what_is_wrong_and_writes_nothing(run, tmp_path, words, message):
     (tmp_path / "p.jsonl").write_text("[1, 2]")
     (tmp_path / "q.jsonl").write_text("{")
+    (tmp_path / "deep.jsonl").write_text("[" * 10**5)
     result = run("record", "--out", "t", *words)
     assert result.exit_code in (1, 2)
     assert re.search(message, " ".join(result.output.split())), result.output
     assert not (tmp_path / "t").exists()
+
+
+def test_what_does_not_fit_in_memory_is_said_in_a_line(run, traces, monkeypatch):
+    def out_of_memory(*arguments):
+        raise MemoryError("Unable to allocate 2.00 TiB")
+
+    monkeypatch.setattr(sweep_module, "_replayed", out_of_memory)
+    result = run("sweep", traces[0]._chunks[0].parent, "--out", "out")
+    assert (result.exit_code, result.output.splitlines()[-1]) == (
+        1,
+        "Error: this does not fit in memory, ask for less: Unable to allocate 2.00 TiB",
+    )
 
 
 def test_sweep_command_gives_the_same_with_processes(run, traces, tmp_path):
@@ -505,8 +640,11 @@ def test_sweep_command_gives_the_same_with_processes(run, traces, tmp_path):
     "words, message",
     [
         (["--budgets", "1,x"], r"must be whole numbers with commas between them"),
-        (["--budgets", "-1"], r"-1 must be 0 or more"),
-        (["--depth", "0"], r"0 must be 1 or more"),
+        (["--budgets", "-1"], r"-1 must be in 0 … 65,536"),
+        (["--budgets", "8,2000000000"], r"2000000000 must be in 0 … 65,536"),
+        (["--depth", "0"], r"0 must be in 1 … 1,024"),
+        (["--depth", "1000000"], r"1000000 must be in 1 … 1,024"),
+        (["--policy", "cost:deep.json"], r"deep.json: must be JSON, got maximum recursion"),
         (["--policy", "oak"], r"policy must be tree, chain"),
         (["--topk", "9"], r"topk of policy .* must be at most 4, what n-gram has, got 9"),
         (["--max-new-tokens", "99"], r"max_new_tokens must be in 1 … 20 \(what was recorded\), got 99"),
@@ -514,6 +652,7 @@ def test_sweep_command_gives_the_same_with_processes(run, traces, tmp_path):
     ],
 )
 def test_sweep_command_says_in_a_line_what_is_wrong(run, traces, words, message):
+    Path("deep.json").write_text("[" * 10**5)
     result = run("sweep", traces[0]._chunks[0].parent, "--out", "out", *words)
     assert result.exit_code in (1, 2)
     assert re.search(message, " ".join(result.output.split()))

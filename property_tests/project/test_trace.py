@@ -1,6 +1,7 @@
 """Recorded traces: what is in them, that a killed recording goes on, and that each damage is named."""
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -96,6 +97,13 @@ def test_trace_holds_the_tokens_and_at_each_position_what_a_live_run_drafts_ther
         "new_tokens": sum(map(len, generation.tokens)),
         "positions": sum(len(t) - 1 for t in generation.tokens),
     }
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 16])
+def test_drafter_keeps_nothing_of_what_was_recorded(tmp_path, chunk):
+    drafter = NgramDrafter()
+    recorded(tmp_path / "t", drafter, prompts_a_chunk=chunk)
+    assert drafter._indices == {}
 
 
 def test_manifest_says_what_the_trace_is_of(tmp_path):
@@ -275,6 +283,7 @@ def flip_byte(folder):
 
 DAMAGES = {
     "no JSON": (lambda f: (f / "manifest.json").write_text("{"), r"manifest.json: must be JSON, got"),
+    "a deep manifest": (lambda f: (f / "manifest.json").write_text("[" * 10**5), r"manifest.json: must be JSON, got"),
     "no manifest": (lambda f: (f / "manifest.json").write_text("[]"), r"manifest.json: format must be 'ddtree"),
     "another format": (of_manifest(format="x"), r"manifest.json: format must be"),
     "a missing field": (of_manifest(depth="gone"), r"manifest.json: depth is missing"),
@@ -283,13 +292,20 @@ DAMAGES = {
     "an unknown field": (of_manifest(more=1), r"manifest.json: more is no field of a manifest"),
     "a depth of 0": (of_manifest(depth=0), r"manifest.json: depth must be in 1 … \d+, got 0"),
     "too wide": (of_manifest(topk=12), r"manifest.json: topk must be at most vocab_size 11, got 12"),
-    "a stop outside": (of_manifest(stop_token_ids=[11]), r"manifest.json: stop_token_ids must lie in the vocabulary"),
+    "a stop outside": (of_manifest(stop_token_ids=[11]), r"manifest.json: stop_token_ids\[0\] must be in 0 … 10 "),
+    "a true stop": (of_manifest(stop_token_ids=[True]), r"manifest.json: stop_token_ids\[0\] must be an integer, got"),
+    "no temperature": (of_manifest(temperature=math.nan), r"manifest.json: temperature must be finite and .*, got nan"),
+    "cold": (of_manifest(temperature=-1.0), r"manifest.json: temperature must be finite and at least 0, got -1.0"),
+    "no top-p": (of_manifest(top_p=math.inf), r"manifest.json: top_p must be finite, got inf"),
+    "too much": (of_manifest(top_p=1.5), r"manifest.json: top_p must be over 0 and at most 1, got 1.5"),
+    "no seed": (of_manifest(seed=-1), r"manifest.json: seed must be in 0 … \d+, got -1"),
     "another trace": (of_manifest(seed=5), r"chunk-00000.kdtr: trace must be '[0-9a-f]+', as in manifest.json, got"),
     "too few chunks": (lambda f: (f / "chunk-00001.kdtr").unlink(), r"chunk-00001.kdtr: is missing"),
     "too many chunks": (
         lambda f: shutil.copy(f / "chunk-00000.kdtr", f / "chunk-00003.kdtr"),
         r"chunk-00003.kdtr: must not be there, manifest.json says num_prompts 5",
     ),
+    "far too few chunks": (of_manifest(num_prompts=2**31 - 1), r"chunk-00003.kdtr: is missing"),
     "no chunk": (lambda f: unfinish(f, remove=(0, 1, 2)), r"must have a chunk or more, got an empty trace"),
     "no prompt": (
         lambda f: (unfinish(f, remove=(0, 1, 2)), change_manifest(f, num_prompts=0)),
@@ -305,6 +321,7 @@ DAMAGES = {
         r"chunk-00000.kdtr: format must be 'ddtree trace 1', .*, got None",
     ),
     "no names": (of_chunk(lambda a, about: about.pop("names")), r"chunk-00000.kdtr: first_prompt and names must be"),
+    "deep names": (of_chunk(lambda a, about: about.update(names="[" * 10**5)), r"kdtr: first_prompt and names must be"),
     "names of others": (of_chunk(lambda a, about: about.update(names="[1]")), r"names must be 2 strings, .* got \[1\]"),
     "a missing array": (of_chunk(lambda a, about: a.pop("log_probs")), r"chunk-00000.kdtr: log_probs is missing"),
     "another type": (
@@ -416,6 +433,89 @@ def test_writer_keeps_what_it_is_given(tmp_path):
     assert chunk.draft_token_ids.dtype == np.int32
 
 
+def one_prompt(w, *new):
+    values = np.full((len(new) - 1, 2, 2), -np.inf)
+    w.append([5, *new], 1, values, np.zeros(values.shape, int))
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("steps", ["aaaaA", "aaaabA", "aabbaaA", "abaB", "ababA", "bBaA"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_second_writer_of_a_folder_is_refused_and_changes_nothing(tmp_path, steps, seed):
+    # a and b add a prompt, A and B close; who writes first goes on, whatever the other one is a recording of
+    writers = {name: writer(tmp_path / "t", prompts_a_chunk=2, seed=s) for name, s in (("a", 0), ("b", seed))}
+    counts, refused, first = dict.fromkeys("ab", 0), {}, ""
+    for step in steps + "aabbAB":
+        w, before = writers[step.lower()], files(tmp_path / "t") if (tmp_path / "t").exists() else {}
+        if step in refused or w.num_prompts == 4:
+            continue
+        try:
+            w.close() if step.isupper() else one_prompt(w, 1 + "ab".index(step), 3)
+            counts[step.lower()] += step.islower()
+        except ValueError as error:
+            refused[step] = str(error)
+            assert files(tmp_path / "t") == before
+            continue
+        if (tmp_path / "t").exists() and files(tmp_path / "t") != before:
+            first = first or step.lower()
+            assert step.lower() == first
+    for said in refused.values():
+        assert re.search(r"must have one writer at a time, another has changed|nothing can be added", said)
+    rows = columns(open_trace(tmp_path / "t").chunks())
+    assert len(rows) == writers[first].num_prompts == counts[first]
+    assert {row[1][1] for row in rows} == {1 + "ab".index(first)}
+
+
+def test_prompt_whose_chunk_cannot_be_written_is_not_added(tmp_path):
+    w, other = (writer(tmp_path / "t", prompts_a_chunk=2) for _ in range(2))
+    for each in (w, w, other):
+        one_prompt(each, 1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"another has changed chunk-00000.kdtr: stop the others, or choose"):
+            one_prompt(other, 1)
+        assert other.num_prompts == 1
+
+
+def test_closed_writer_takes_nothing_and_may_be_closed_again(tmp_path):
+    with writer(tmp_path / "t") as w:
+        one_prompt(w, 1)
+        w.close()
+    w.close()
+    whole = files(tmp_path / "t")
+    with pytest.raises(ValueError, match=r"the trace is complete, with 1 prompts: nothing can be added"):
+        one_prompt(w, 1)
+    with pytest.raises(RuntimeError), writer(tmp_path / "u") as failed:
+        raise RuntimeError
+    with pytest.raises(ValueError, match=r"must be open to be added to, its writer is closed: make another one"):
+        one_prompt(failed, 1)
+    failed.close()
+    assert (files(tmp_path / "t"), (tmp_path / "u").exists()) == (whole, False)
+
+
+def test_what_a_killed_recording_left_half_written_is_removed(tmp_path):
+    code = textwrap.dedent(
+        """
+        import os, signal, sys
+        from ddtree.property_tests.project.test_trace import recorded
+        def kill(count):
+            if count:
+                os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+        recorded(sys.argv[1], prompts_a_chunk=2, on_prompts=kill)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "t")], check=False)
+    assert done.returncode == -signal.SIGKILL
+    for name in (".mine.tmp", "a.tmp"):
+        (tmp_path / "t" / name).touch()
+    assert sum(name.endswith(".tmp") for name in files(tmp_path / "t")) == 3
+    recorded(tmp_path / "t", prompts_a_chunk=2)
+    chunks = [f"chunk-0000{i}.kdtr" for i in range(3)]
+    assert sorted(files(tmp_path / "t")) == [".mine.tmp", "a.tmp", *chunks, "manifest.json"]
+
+
 @pytest.mark.parametrize(
     "options, error, message",
     [
@@ -444,6 +544,8 @@ def test_writer_names_a_wrong_argument_and_writes_nothing(tmp_path, options, err
         (([5, 1, 4, 2], 4, *DRAFT), ValueError, r"prompt_len of prompt 0 must be in 1 … 3 \(one token must be new\)"),
         (([5] + [1] * 5, 1, *DRAFT), ValueError, r"tokens of prompt 0 must have at most 4 new ones, got 5"),
         (([5, 9, 4, 1], 1, *DRAFT), ValueError, r"tokens of prompt 0 must end at a stop token, got 2 behind one"),
+        (([5, 1, 4, 2], 1, *DRAFT, "\ud800"), ValueError, r"name of prompt 0 must be text that UTF-8 can hold, got"),
+        (([5, 1, 4, 2], 1, *DRAFT, None), TypeError, r"name of prompt 0 must be a string, got NoneType"),
         (([5, 1, 4], 1, *DRAFT), ValueError, r"log_probs and token_ids of prompt 0 must have shape \(1, 2, 2\), got"),
         (([5, 1, 4, 2], 1, DRAFT[0], DRAFT[1] * 1.0), TypeError, r"token_ids of prompt 0 must hold integers, got"),
         (([5, 1, 4, 2], 1, -DRAFT[0], DRAFT[1]), ValueError, r"prompt 0: log_probs\[0, 0, 0\] must be at most 0, got"),
@@ -467,6 +569,9 @@ def test_writer_names_a_wrong_prompt_and_adds_nothing(tmp_path, arguments, error
     [
         ({"prompts": []}, ValueError, r"prompts must hold one prompt or more, got none"),
         ({"prompts": [[1], [99]]}, ValueError, r"prompts\[1\]\[0\] must be in 0 … 10, got 99"),
+        ({"names": [*"abcd", "\ud800"]}, ValueError, r"names\[4\] must be text that UTF-8 can hold, got '\\ud800'"),
+        ({"names": [*range(5)]}, TypeError, r"names\[0\] must be a string, got int"),
+        ({"stop_token_ids": 5}, TypeError, r"stop_token_ids must be a sequence, got int 5"),
         ({"names": ["a"]}, ValueError, r"names must have one entry a prompt, 5, got 1"),
         ({"topk": 12}, ValueError, r"topk must be in 1 … 11 \(the vocabulary size\), got 12"),
         ({"top_p": 2.0}, ValueError, r"top_p must be over 0 and at most 1, got 2.0"),
