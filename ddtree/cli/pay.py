@@ -49,8 +49,8 @@ def pay(trace: Path | None, budgets: tuple[int, ...], out: Path | None, kind: st
     Without a TRACE, that of the shipped pair. Shows τ of chains and trees, as the drafter's probabilities promise it
     and as the target's choices give it; where the choice stands among the candidates; and how far the drafter can be
     believed. Ranks and the conclusion are of one tree: that of the largest budget up to 64, or the smallest there is.
-    Where many rounds had a tree with a candidate of the last recorded rank, K − 1, it says so: with a wider record those
-    trees might have been others.
+    Where many rounds had a tree with a candidate of the last recorded rank, K − 1, it says so: with a wider record
+    those trees might have been others.
     """
     from rich.console import Console
 
