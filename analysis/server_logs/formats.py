@@ -286,6 +286,7 @@ class FileReader:
         if self.bytes < HEAD:
             self._read_settings(block[start : start + HEAD - self.bytes])
         self.bytes += len(block) - start
+        lines = block.count(b"\n", start) + (not block.endswith(b"\n"))  # a last one may be a colour code alone
         if b"\x1b[" in block:
             before = _COLOUR.sub(b"", block[:start])
             block, start = before + _COLOUR.sub(b"", block[start:]), len(before)
@@ -295,7 +296,7 @@ class FileReader:
         self._read_sglang(block, start)
         self._read_llama(block, start)
         self.offset += len(block) - start
-        self.lines += block.count(b"\n", start) + (not block.endswith(b"\n"))
+        self.lines += lines
 
     def finish(self, name: str) -> FileCounts:
         """Take in what was waiting for more."""

@@ -485,6 +485,7 @@ def state(log):
 # figures that are left out, behind others or not
 @example(f"{LLAMA_OLD}\n{LLAMA_NEW_RATES}\n{LLAMA_NEW}\n{LLAMA_NEW}".replace("171", "1").encode(), 1)
 @example(f"{LLAMA_OLD}\n{LLAMA_NEW}".replace("(  ", "(\n").encode(), 1)
+@example(b"anything\n\x1b[1m", 1)
 @given(mangled_logs() | st.binary(max_size=200), st.integers(1, 300))
 def test_any_bytes_are_read_and_blocks_make_no_difference(data, block_bytes):
     whole = read_server_logs([("log", BytesIO(data))])
