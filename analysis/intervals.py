@@ -30,7 +30,7 @@ def wilson_interval(
 
     Parameters
     ----------
-    successes, trials : array, int, one shape
+    successes, trials : array, int, shapes that broadcast
         0 ≤ successes ≤ trials.
     level : float
         Coverage, over 0 and below 1.
@@ -39,6 +39,11 @@ def wilson_interval(
     -------
     low, high : array, float64, of that shape
         NaN where there was no trial.
+
+    Raises
+    ------
+    ValueError
+        Successes or trials that are not as above, with the first that are not.
 
     Examples
     --------
@@ -49,6 +54,13 @@ def wilson_interval(
     check_level(level)
     z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
     k, n = np.asarray(successes, np.float64), np.asarray(trials, np.float64)
+    try:
+        k, n = np.broadcast_arrays(k, n)
+    except ValueError:
+        raise ValueError(f"successes and trials must have shapes that broadcast, got {k.shape} and {n.shape}") from None
+    wrong = ~((k >= 0) & (k <= n) & (n < np.inf))
+    if wrong.any():
+        raise ValueError(f"successes must be in 0 … trials, got {k[wrong].flat[0]:g} of {n[wrong].flat[0]:g}")
     n = np.where(n > 0, n, np.nan)
     middle = (k + z2 / 2) / (n + z2)
     half = np.sqrt(z2) / (n + z2) * np.sqrt(k * (n - k) / n + z2 / 4)

@@ -181,7 +181,7 @@ def would_a_tree_pay(
     budgets = sorted({integer(f"budgets[{i}]", b, 1, INT32_MAX) for i, b in enumerate(budgets)})
     if not budgets:
         raise ValueError("budgets must hold at least one, got none")
-    shown = shown_budget or max([b for b in budgets if b <= 64], default=budgets[0])
+    shown = max([b for b in budgets if b <= 64], default=budgets[0]) if shown_budget is None else shown_budget
     if shown not in budgets:
         raise ValueError(f"shown_budget must be one of the budgets {budgets}, got {shown_budget}")
     sums: list[NDArray[np.float64]] = []

@@ -133,7 +133,8 @@ def save_run(
     Raises
     ------
     ValueError, TypeError
-        Prompts and generation do not belong together, or a setting is not JSON. No file is written.
+        Not one prompt a request, of the length that it had; rounds that do not give the tokens; or a setting that is
+        not JSON. No file is written.
 
     Notes
     -----
@@ -143,6 +144,9 @@ def save_run(
     rows = [token_row(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
     if len(rows) != len(generation.tokens):
         raise ValueError(f"prompts must have one entry a request, {len(generation.tokens)}, got {len(rows)}")
+    for i, (row, length) in enumerate(zip(rows, generation.prompt_lens, strict=False)):
+        if len(row) != length:
+            raise ValueError(f"prompts[{i}] must have the {length} tokens that were continued, got {len(row)}")
     rounds = generation.rounds
     trees = [(r.tree, b) for r in rounds for b in range(r.tree.batch_size)]
     counts = [int(tree.node_counts[b]) for tree, b in trees]
@@ -181,8 +185,11 @@ def save_run(
         arrays["token_byte_offsets"] = _offsets(vocabulary.token_bytes)
     try:
         text = json.dumps(dict(settings or {}), ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"settings must be what JSON can hold: {error}") from error
+        json.loads(text)  # what is nested too deeply is written, in some versions of Python, but not read
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"settings must be what JSON can hold: {error}") from error
     _rebuilt("generation", arrays, vocabulary)  # what cannot be read back is not written
     write_kdtr(path, arrays, {"format": FORMAT, "settings": text})
 
@@ -311,6 +318,7 @@ def _rebuilt(
         rounds=[_round(arrays, depths, i) for i in range(sizes["R"])],
         tokens_per_round=[lengths[(arrays["row_requests"] == p) & (lengths > 0)] for p in range(sizes["P"])],
         seconds=dict(zip(STAGES, arrays["seconds"].tolist(), strict=True)),
+        prompt_lens=np.diff(arrays["prompt_offsets"]).tolist(),
     )
     return prompts if sizes["P"] else [], generation
 

@@ -185,7 +185,7 @@ def _say_what_was_left_out(
     ops = chosen_ops(config)
     lines = []
     for spec in specs or ():
-        lacks = [op for op in OPS if op not in get_backend(spec).ops]
+        lacks = [op for op in OPS if op not in get_backend(spec).ops and (ops is None or op in ops)]
         if lacks:
             lines.append(f"{', '.join(lacks)}, which {spec} does not have")
     if ops is not None and set(ops) < set(OPS):

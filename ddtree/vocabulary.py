@@ -80,11 +80,17 @@ class Vocabulary:
         ------
         ImportError
             The ``tokenizers`` library is not installed.
-        ValueError
-            The vocabulary came without a tokenizer.
+        TypeError, ValueError
+            No text, or one with half a surrogate pair in it, which UTF-8 cannot hold; or the vocabulary came without a
+            tokenizer.
         """
         if not isinstance(text, str):
             raise TypeError(f"text must be a str, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            at = error.start
+            raise ValueError(f"text[{at}] must be a character, got {text[at]!r}, half of a surrogate pair") from None
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     @cached_property

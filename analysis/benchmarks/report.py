@@ -40,21 +40,23 @@ def short(microseconds: float) -> str:
 
 
 def tables_of(report: Report) -> list[Table]:
-    """A table a name: the backend's time, warm and cold, each peer's, and how many times as long that is."""
+    """A table a name: the backend's time, warm and, if taken, cold, each peer's, and how many times as long that is."""
     tables = []
     for name, rows in _by_name(report).items():
         kind, peers = compared(rows), _peers(rows)
         table = Table(title=f"[bold]{name}", title_justify="left", box=box.SIMPLE_HEAD)
         table.add_column("sizes")
         table.add_column(f"{report.backend},\nµs warm", justify="right")
-        table.add_column("µs cold", justify="right")
+        cold = _any_cold(rows)
+        if cold:
+            table.add_column("µs cold", justify="right")
         for peer in peers:
             table.add_column(f"{peer},\nµs {kind}", justify="right")
         for row in rows:
             ours = median(row.times[report.backend], kind)
             theirs = [median(row.times[peer], kind) if peer in row.times else None for peer in peers]
             against = ["-" if t is None else f"{short(t)} ({t / ours:,.3g}×)" for t in theirs]
-            table.add_row(row.label, *_warm_and_cold(row.times[report.backend]), *against)
+            table.add_row(row.label, *_warm_and_cold(row.times[report.backend])[: 1 + cold], *against)
         tables.append(table)
     return tables
 
@@ -62,8 +64,9 @@ def tables_of(report: Report) -> list[Table]:
 def caption(report: Report) -> str:
     """What the figures are and were taken on."""
     machine = report.machine
+    kinds = "Warm: back to back; cold: after the cache was flushed" if _any_cold(report.rows) else "Back to back"
     lines = [
-        "Medians. Warm: back to back; cold: after the cache was flushed. n×: a peer takes n times as long.",
+        f"Medians. {kinds}. n×: a peer takes n times as long.",
         "; ".join(machine["devices"])
         + "".join(f"; {n} {library} threads" for library, n in machine.get("threads", {}).items()),
     ]
@@ -114,11 +117,15 @@ def write_report(report: Report, folder: Path) -> list[Path]:
 def page(report: Report) -> str:
     """The tables in Markdown."""
     lines = [f"# {report.backend} beside its peers", "", *(f"{line}  " for line in caption(report).splitlines())]
-    lines += ["Of each the warm and the cold time in microseconds.", ""]
+    cold = _any_cold(report.rows)
+    lines += [f"Of each the {'warm and the cold ' if cold else ''}time in microseconds.", ""]
     for name, rows in _by_name(report).items():
         names = [report.backend, *_peers(rows)]
         cells = [
-            [row.label, *(" / ".join(_warm_and_cold(row.times[who])) if who in row.times else "-" for who in names)]
+            [
+                row.label,
+                *(" / ".join(_warm_and_cold(row.times[who])[: 1 + cold]) if who in row.times else "-" for who in names),
+            ]
             for row in rows
         ]
         rule = ["---", *["--:"] * len(names)]
@@ -136,6 +143,11 @@ def _by_name(report: Report) -> dict[str, list[Row]]:
 def _peers(rows: Sequence[Row]) -> list[str]:
     """Names of the peers that were timed in any of the rows."""
     return list(dict.fromkeys(who for row in rows for who in list(row.times)[1:]))
+
+
+def _any_cold(rows: Sequence[Row]) -> bool:
+    """Whether anybody's cache was flushed, as it is on a GPU alone."""
+    return any(times.cold for row in rows for times in row.times.values())
 
 
 def _warm_and_cold(times: Times) -> tuple[str, str]:

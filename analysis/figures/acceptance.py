@@ -21,7 +21,9 @@ from ddtree.analysis.figures.style import (
     level_of,
     new_axes,
     plain,
+    series_options,
     series_style,
+    sideways,
     styled,
     thinned,
 )
@@ -60,16 +62,15 @@ def plot_tau_by_budget(table: TauTable, *, speedups: SpeedupTable | None = None,
         is the figure's other Axes.
     """
     ax = ax or new_axes(2.5 if speedups is None else 2.7)
-    styles = series_style(table.policy)
+    styles, aside = series_options(table.policy), sideways(table.policy, table.budget)
     alone = speedups is not None and len(styles) == 1  # then colours tell the axes apart, else the policies
     handles: list[Any] = []
-    for policy, (colour, marker, line) in styles.items():
+    for policy, options in styles.items():
         rows = np.flatnonzero([p == policy for p in table.policy])
         rows = rows[np.argsort(table.budget[rows], kind="stable")]
         bars = error_bars(
-            ax, table.budget[rows], table.tau[rows], table.low[rows], table.high[rows],
-            gid=policy, color=colour, marker=marker, linestyle=line, label="τ" if alone else policy,
-            zorder=4 if policy == "chain" else 3,  # what it covers is as large or larger
+            ax, table.budget[rows] * aside[policy], table.tau[rows], table.low[rows], table.high[rows],
+            **options | ({"label": "τ"} if alone else {}),
         )  # fmt: skip
         handles.append(bars)
     autoregressive = ax.axhline(1, color=GREY, linewidth=1, linestyle=":", label="one by one", gid="autoregressive")
@@ -99,13 +100,13 @@ def plot_efficiency(table: TauTable, *, ax: Axes | None = None) -> Axes:
     """
     ax = ax or new_axes()
     lowest = 1.0
-    for policy, (colour, marker, line) in series_style(table.policy).items():
+    aside = sideways(table.policy, table.budget)
+    for policy, options in series_options(table.policy).items():
         rows = np.flatnonzero([p == policy for p in table.policy])
         rows = rows[np.argsort(table.budget[rows], kind="stable")]
         error_bars(
-            ax, table.budget[rows], table.efficiency[rows], table.efficiency_low[rows], table.efficiency_high[rows],
-            gid=policy, color=colour, marker=marker, linestyle=line, label=policy,
-            zorder=4 if policy == "chain" else 3,
+            ax, table.budget[rows] * aside[policy], table.efficiency[rows], table.efficiency_low[rows],
+            table.efficiency_high[rows], **options,
         )  # fmt: skip
         lowest = min(lowest, np.nanmin(table.efficiency[rows], initial=1.0))
     budget_axis(ax, table.budget, "node budget (drafted nodes checked a round)")
@@ -127,12 +128,14 @@ def _speedup_axis(ax: Axes, speedups: SpeedupTable, colour: str | None, styles: 
     from matplotlib.lines import Line2D
 
     right = ax.twinx()
+    aside = sideways([*styles, *speedups.policy], speedups.budget)
     for policy, (own, marker, line) in series_style([*styles, *speedups.policy]).items():
         rows = np.flatnonzero([p == policy for p in speedups.policy])
         rows = rows[np.argsort(speedups.budget[rows], kind="stable")]
         if len(rows):
             bars = error_bars(
-                right, speedups.budget[rows], speedups.speedup[rows], speedups.low[rows], speedups.high[rows],
+                right, speedups.budget[rows] * aside[policy], speedups.speedup[rows], speedups.low[rows],
+                speedups.high[rows],
                 gid=f"speed-up: {policy}", color=colour or own, marker="s" if colour else marker,
                 linestyle="--" if colour else line, markerfacecolor="white", label="speed-up",
             )  # fmt: skip

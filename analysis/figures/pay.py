@@ -20,7 +20,8 @@ from ddtree.analysis.figures.style import (
     level_of,
     new_axes,
     plain,
-    series_style,
+    series_options,
+    sideways,
     styled,
     thinned,
 )
@@ -118,23 +119,23 @@ def plot_expected_tau(table: PayTable | TauTable, *, ax: Axes | None = None) -> 
 
     ax = ax or new_axes(2.6)
     handles: list[Any] = []
-    for policy, (colour, marker, line) in series_style(table.policy).items():
+    aside = sideways(table.policy, table.budget)
+    for policy, options in series_options(table.policy).items():
         rows = np.flatnonzero([p == policy for p in table.policy])
         rows = rows[np.argsort(table.budget[rows], kind="stable")]
-        bars = error_bars(
-            ax, table.budget[rows], table.tau[rows], table.low[rows], table.high[rows],
-            gid=policy, color=colour, marker=marker, linestyle=line, label=policy,
-            zorder=4 if policy == "chain" else 3,
-        )  # fmt: skip
+        x = table.budget[rows] * aside[policy]
+        bars = error_bars(ax, x, table.tau[rows], table.low[rows], table.high[rows], **options)
+        own = {name: options[name] for name in ("color", "marker", "markersize") if name in options}
         ax.plot(
-            table.budget[rows], table.expected[rows], color=colour, marker=marker, markerfacecolor="white",
-            linestyle=":", linewidth=1, gid=f"{policy}: expected",
+            x, table.expected[rows], **own, markerfacecolor="white", linestyle=":",
+            linewidth=1 if len(aside) <= 2 else 0.7, gid=f"{policy}: expected", zorder=2.5 if policy == "tree" else 2,
         )  # fmt: skip
         handles.append(bars)
     ink: dict[str, Any] = {"color": INK, "marker": "o"}
     handles.append(Line2D([], [], label="realised", **ink))
     handles.append(Line2D([], [], label="expected", linestyle=":", markerfacecolor="white", **ink))
-    budget_axis(ax, table.budget, "node budget; of a chain, its depth")
+    trees = [b for p, b in zip(table.policy, table.budget, strict=True) if p == "tree"]
+    budget_axis(ax, table.budget, "node budget; of a chain, its depth", first=trees)
     ax.set_ylim(bottom=0)
     ax.set_ylabel(f"τ, tokens a round\n({level_of(table.level)})")
     if table.policy:

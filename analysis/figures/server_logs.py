@@ -17,10 +17,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_positions", "plot_running", "plot_server_log", "plot_tau_over_time"]
+__all__ = ["nothing_to_draw", "plot_positions", "plot_running", "plot_server_log", "plot_tau_over_time"]
+
+NOTHING = {
+    "tau_over_time": "no line says how many tokens a round gave",
+    "by_position": "no line has rates by position",
+    "by_running": "no line says how many requests ran",
+}
+"""What a log lacks where a figure of it would be empty."""
 
 LINES = ("-", "--", ":", "-.")
 UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+
+
+def nothing_to_draw(log: ServerLog) -> dict[str, str]:
+    """Return which of the three figures would be empty, by name, and what the log lacks for it."""
+    stamped = ~np.isnan(log.windows.seconds)
+    known = ~np.isnan(log.windows.tau) & (stamped if stamped.any() else True)
+    some = {
+        "tau_over_time": known.any(),
+        "by_position": len(log.positions) > 0,
+        "by_running": (log.by_running.running > 0).any(),
+    }
+    return {name: reason for name, reason in NOTHING.items() if not some[name]}
 
 
 @styled
@@ -72,7 +91,7 @@ def plot_tau_over_time(log: ServerLog, *, ax: Axes | None = None) -> Axes:
     _from_one(ax, windows.tau)
     ax.set_xlabel(f"time ({unit} since the first stamp)" if stamped else "windows, in their order")
     ax.set_ylabel("τ, tokens emitted a round")
-    _finished(ax, anything, "no line says how many tokens a round gave")
+    _finished(ax, anything, NOTHING["tau_over_time"])
     return ax
 
 
@@ -110,7 +129,7 @@ def plot_positions(log: ServerLog, *, ax: Axes | None = None) -> Axes:
     ax.set_ylim(0, 1.04)
     ax.set_xlabel("position in the draft")
     ax.set_ylabel("accepted share")
-    _finished(ax, len(table) > 0, "no line has rates by position")
+    _finished(ax, len(table) > 0, NOTHING["by_position"])
     return ax
 
 
@@ -157,7 +176,7 @@ def plot_running(log: ServerLog, *, ax: Axes | None = None) -> Axes:
     ax.set_ylabel("τ, tokens emitted a round")
     if len(marks) == 1:
         marks[0].set_label("")
-    _finished(ax, bool(marks), "no line says how many requests ran")
+    _finished(ax, bool(marks), NOTHING["by_running"])
     return ax
 
 

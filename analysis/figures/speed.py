@@ -15,7 +15,7 @@ from ddtree.analysis.figures.style import (
     level_of,
     new_axes,
     plain,
-    series_style,
+    series_options,
     styled,
 )
 from ddtree.analysis.speedup import CostTable, SpeedupTable
@@ -98,13 +98,12 @@ def plot_frontier(table: TauTable | SpeedupTable, *, ax: Axes | None = None) -> 
     ax = ax or new_axes(2.6)
     gained = table.tau if isinstance(table, TauTable) else table.speedup
     there = finite_rows(gained, table.nodes)
-    styles = series_style(table.policy)
-    for policy, (colour, marker, line) in styles.items():
+    styles = series_options(table.policy)
+    for policy, options in styles.items():
         rows = np.flatnonzero(there & np.array([p == policy for p in table.policy], np.bool_))
         rows = rows[np.argsort(table.nodes[rows], kind="stable")]
         error_bars(
-            ax, table.nodes[rows], gained[rows], table.low[rows], table.high[rows],
-            gid=policy, color=colour, marker=marker, linestyle=line, label=policy, zorder=3,
+            ax, table.nodes[rows], gained[rows], table.low[rows], table.high[rows], **options
         )  # fmt: skip
     order = np.argsort(table.nodes[there], kind="stable")
     nodes, best = table.nodes[there][order], np.maximum.accumulate(gained[there][order])
@@ -118,6 +117,8 @@ def plot_frontier(table: TauTable | SpeedupTable, *, ax: Axes | None = None) -> 
     zero = bool(nodes.min(initial=1) == 0)  # then the axis has a linear part, and no fractions
     whole = np.append([0.0] * zero, 2.0 ** np.arange(0 if zero else -8, 16))
     span = whole[(whole >= nodes.min(initial=1) / 1.01) & (whole <= nodes.max(initial=1) * 1.01)]
+    if len(span) > 1 and nodes.max() > 1.02 * span[-1]:
+        span = np.append(span, nodes.max())  # the last point has its number
     budget_axis(ax, span if len(span) > 1 else nodes, "nodes checked a round, the root not counted")
     if len(nodes):
         ax.set_xlim(nodes.min() / 1.15 if nodes.min() > 0 else -0.3, nodes.max() * 1.15 + 0.1)

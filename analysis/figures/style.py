@@ -144,6 +144,33 @@ def series_style(names: Iterable[str]) -> dict[str, tuple[str, str, Any]]:
     return {name: SERIES[name] if name in SERIES else next(others) for name in dict.fromkeys(names)}
 
 
+def series_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """How :func:`error_bars` draws each name; of more than two, thinner and paler, and the tree over all others."""
+    styles = series_style(names)
+    many = len(styles) > 2
+    thin = {"linewidth": 1, "markersize": 3, "elinewidth": 0.6, "capsize": 1.2}
+    top = "tree" if many else "chain"  # of two, what the chain covers is as large or larger
+    return {
+        name: {
+            "gid": name, "label": name, "color": colour, "marker": marker, "linestyle": line,
+            "zorder": 4 if name == top else 3,
+        }
+        | (thin | {"ecolor": (colour, 0.6)} if many else {})
+        for name, (colour, marker, line) in styles.items()
+    }  # fmt: skip
+
+
+def sideways(names: Iterable[str], budgets: ArrayLike) -> dict[str, float]:
+    """Factors that move each name's budgets a little to the side, so that equal values of more than two show."""
+    every = [*dict.fromkeys(names)]
+    positive = np.asarray(budgets, np.float64)[np.asarray(budgets, np.float64) > 0]
+    if len(every) <= 2 or not len(positive):
+        return dict.fromkeys(every, 1.0)
+    span = max(np.log2(positive.max() / positive.min()), 1.0)
+    steps = np.linspace(-0.013, 0.013, len(every)) * span
+    return dict(zip(every, (2.0**steps).tolist(), strict=True))
+
+
 def by_name(tables: Any, single: str) -> Mapping[str, Any]:
     """Return tables by name; one alone has the name ``single``."""
     return tables if isinstance(tables, Mapping) else {single: tables}
@@ -155,15 +182,19 @@ def error_bars(
     """Draw values with their intervals; where there is no interval, no bar. The line is named ``gid``."""
     y, ends = np.asarray(middle, np.float64), np.stack([np.asarray(low, np.float64), np.asarray(high, np.float64)])
     lengths = np.nan_to_num(np.abs(ends - y))
-    bars = ax.errorbar(np.asarray(x, np.float64), y, yerr=lengths, elinewidth=0.9, **options)
+    bars = ax.errorbar(np.asarray(x, np.float64), y, yerr=lengths, **{"elinewidth": 0.9, **options})
     for part in (bars.lines[0], *bars.lines[2]):
         if part is not None:
             part.set_gid(gid if part is bars.lines[0] else f"{gid}: intervals")
     return bars
 
 
-def budget_axis(ax: Axes, budgets: ArrayLike, label: str) -> None:
-    """Put budgets on a logarithmic x axis, each with its number unless that would be too close to the one before."""
+def budget_axis(ax: Axes, budgets: ArrayLike, label: str, *, first: ArrayLike = ()) -> None:
+    """Put budgets on a logarithmic x axis, each with its number unless that would be too close to another.
+
+    Where there is no room for all, those of ``first`` and the last go before powers of two, and these before others.
+    """
+    preferred = set(np.asarray(first, np.float64).tolist())
     values = np.unique(np.asarray(budgets, np.float64))
     values = values[np.isfinite(values)]
     if not len(values):
@@ -175,11 +206,17 @@ def budget_axis(ax: Axes, budgets: ArrayLike, label: str) -> None:
             ax.set_xscale("symlog", base=2, linthresh=1)
         scale = np.log2(np.maximum(values, 0.5))
         span = max(scale[-1] - scale[0], 1e-9)
+        numbers = [f"{value:,.0f}" for value in values]
+
+        def apart(i: int, j: int) -> bool:  # as far as their digits need, in a figure of one column
+            return bool(abs(scale[i] - scale[j]) >= span * max(0.07, 0.01 + 0.012 * len(numbers[i] + numbers[j])))
+
+        preferred.add(values[-1])
         ticks: list[int] = []
-        for i in sorted(range(len(values)), key=lambda i: (scale[i] % 1 != 0, i)):  # powers of two first
-            if all(abs(scale[i] - scale[j]) >= 0.07 * span for j in ticks):
+        for i in sorted(range(len(values)), key=lambda i: (values[i] not in preferred, scale[i] % 1 != 0, i)):
+            if all(apart(i, j) for j in ticks):
                 ticks.append(i)
-        ax.set_xticks(values[ticks], [f"{tick:,.0f}" for tick in values[ticks]])
+        ax.set_xticks(values[sorted(ticks)], [numbers[i] for i in sorted(ticks)])
         pad = 0.05 * span if span > 1e-6 else 0.5
         ax.set_xlim(-0.3 if values[0] == 0 else 2 ** (scale[0] - pad), 2 ** (scale[-1] + pad))
     ax.minorticks_off()

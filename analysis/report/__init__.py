@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree.analysis.acceptance import AcceptanceTable, acceptance_table
+from ddtree.analysis.loops import loops_said
 from ddtree.analysis.report.charts import chart_of_depths, chart_of_lengths
 from ddtree.analysis.runs import Run
 from ddtree.kdtr import atomic_write
@@ -58,6 +59,7 @@ def report_html(run: Run, *, title: str = "A run, round by round") -> str:
         "title": html.escape(title),
         "style": _part("page.css"),
         "summary": html.escape(_summary(run, table)),
+        "loops": f'<p class="loops">{loops}</p>' if (loops := html.escape(loops_said(run.generation.tokens))) else "",
         "settings": "".join(
             f"<dt>{html.escape(name)}</dt><dd>{html.escape(_plain(value))}</dd>" for name, value in run.settings.items()
         ),
@@ -67,7 +69,8 @@ def report_html(run: Run, *, title: str = "A run, round by round") -> str:
         "script": script,
     }
     pieces = _part("page.html").split("$$")  # text and names take turns: what is put in is not looked through again
-    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+    page = "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+    return page.encode(errors="backslashreplace").decode()  # half a surrogate pair is shown as its escape
 
 
 def token_label(token: bytes) -> str:
@@ -90,7 +93,7 @@ def _json(document: Any) -> str:
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character, escaped in _ESCAPED.items():
         text = text.replace(character, escaped)
-    return text.encode(errors="backslashreplace").decode()
+    return text
 
 
 def _plain(value: Any) -> str:

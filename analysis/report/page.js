@@ -2,7 +2,11 @@
 // The rounds of a run. All text from the run is set as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-const ROW = 26, HEIGHT = 20, GAP = 34, CHARACTER = 7.3, LONGEST = 18, SHOWN_AT_FIRST = 64, COLOURS = 6;
+const LONGEST = 18, SHOWN_AT_FIRST = 64, COLOURS = 6;
+// Pixels of a row, a box, a character and a share in it: a tree that is higher than its frame is drawn smaller.
+const ROOMY = { name: "roomy", row: 26, height: 20, character: 7.3, share: 34 };
+const DENSE = { name: "dense", row: 16, height: 14, character: 6.1, share: 28 };
+const LEAST_GAP = 34, MOST_GAP = 120; // between columns, which spread over the frame's width
 const KINDS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array };
 
 const $ = (id) => document.getElementById(id);
@@ -18,7 +22,7 @@ const starts = unpack(data.rows.start);
 const tokens = data.tokens;
 const raw = tokens.bytes && { data: bytesOf(tokens.bytes.data), start: unpack(tokens.bytes.start) };
 
-let request = 0, at = 0, selected = 0, runs = [], strip = [], drawn = null, limit = SHOWN_AT_FIRST;
+let request = 0, at = 0, selected = 0, runs = [], strip = [], drawn = null, limit = SHOWN_AT_FIRST, size = ROOMY;
 
 function element(name, attributes, parent, text) {
   const made = document.createElementNS(SVG, name);
@@ -31,7 +35,7 @@ function element(name, attributes, parent, text) {
 const rows = () => data.requests[request].rows;
 const label = (token) => tokens.labels[token];
 const short = (text) => { const c = [...text]; return c.length <= LONGEST ? text : c.slice(0, LONGEST - 1).join("") + "…"; };
-const width = (text) => [...text].reduce((sum, c) => sum + (c.codePointAt(0) >= 0x1100 ? 2 : 1), 0) * CHARACTER;
+const width = (text) => [...text].reduce((sum, c) => sum + (c.codePointAt(0) >= 0x1100 ? 2 : 1), 0) * size.character;
 const percent = (p) => (p >= 0.01 ? Math.round(100 * p) : p >= 0.0005 ? (100 * p).toFixed(1) : "<0.1") + " %";
 
 // ---- the tree of one row
@@ -43,10 +47,10 @@ function tree(row) {
   return { row, start, count, kept, parent, score, share, token: nodes.token.subarray(start, start + count) };
 }
 
-// Which nodes are drawn: the likeliest, which come first, and the accepted path.
+// Which nodes are drawn: the root, the likeliest, which come first, and the accepted path.
 function visible(t) {
   const on = new Set(t.kept);
-  for (let i = 0; i < Math.min(limit, t.count); i++) on.add(i);
+  for (let i = 0; i < Math.min(limit + 1, t.count); i++) on.add(i);
   return [...on].sort((a, b) => a - b);
 }
 
@@ -71,20 +75,24 @@ function place(t, shown) {
     const below = children.get(i);
     if (below.length) y.set(i, y.get(below[0]));
   }
+  const view = $("tree"), most = parseFloat(getComputedStyle(view).maxHeight);
+  size = leaf * ROOMY.row + 16 > most ? DENSE : ROOMY;
   const columns = [];
   for (const [i, d] of depth) columns[d] = Math.max(columns[d] || 0, box(t, i));
-  const x = columns.reduce((xs, w, d) => (xs[d + 1] = xs[d] + w + GAP, xs), [10]);
-  return { depth, y, x, leaves: leaf, extra, order: order.reverse() };
+  const free = view.clientWidth - 20 - columns.reduce((sum, w) => sum + w, 0);
+  const gap = Math.max(LEAST_GAP, Math.min(MOST_GAP, Math.floor(free / Math.max(columns.length - 1, 1))));
+  const x = columns.reduce((xs, w, d) => (xs[d + 1] = xs[d] + w + gap, xs), [10]);
+  const width = x[columns.length] - gap + 10;
+  return { depth, y, x, width, leaves: leaf, extra, order: order.reverse() };
 }
 
 const text = (t, i) => short(i === t.count ? label(data.rows.bonus[t.row]) : label(t.token[i]));
-const box = (t, i) => width(text(t, i)) + 14 + (i && i < t.count ? 34 : 0);
+const box = (t, i) => width(text(t, i)) + 14 + (i && i < t.count ? size.share : 0);
 
 function drawTree() {
   const t = tree(rows()[at]), shown = visible(t), p = place(t, shown), kept = new Set(t.kept);
-  const total = p.x[p.x.length - 1] - GAP + 10;
-  const svg = element("svg", { width: total, height: p.leaves * ROW + 16, "aria-hidden": "true" });
-  const middle = (i) => 8 + (p.y.get(i) + 0.5) * ROW;
+  const svg = element("svg", { width: p.width, height: p.leaves * size.row + 16, class: size.name, "aria-hidden": "true" });
+  const middle = (i) => 8 + (p.y.get(i) + 0.5) * size.row;
   for (const i of [...shown.filter((i) => i), p.extra]) {
     const above = i === p.extra ? t.kept[t.kept.length - 1] : t.parent[i];
     const x0 = p.x[p.depth.get(above)] + box(t, above), x1 = p.x[p.depth.get(i)], half = (x0 + x1) / 2;
@@ -101,15 +109,15 @@ function drawTree() {
     const x = p.x[p.depth.get(i)], y = middle(i), w = box(t, i);
     const kind = i === p.extra ? " choice" : !i ? " root" : kept.has(i) ? " kept" : "";
     const group = element("g", { class: "node" + kind, "data-node": i }, svg);
-    element("rect", { x, y: y - HEIGHT / 2, width: w, height: HEIGHT, rx: 5 }, group);
+    element("rect", { x, y: y - size.height / 2, width: w, height: size.height, rx: size.height / 4 }, group);
     element("text", { x: x + 7, y: y + 4 }, group, text(t, i));
     if (i && i < t.count) element("text", { class: "share", x: x + w - 5, y: y + 4 }, group, percent(t.share[i]));
     drawn.boxes.set(i, { group, x, y, w });
   }
   $("tree").replaceChildren(svg);
-  $("shown").max = t.count;
-  $("shown").value = Math.min(limit, t.count);
-  $("shown-count").textContent = `${shown.length} of ${t.count}`;
+  $("shown").max = t.count - 1; // the root is no drafted node, and always shown
+  $("shown").value = Math.min(limit, t.count - 1);
+  $("shown-count").textContent = `${shown.length - 1} of ${t.count - 1}`;
   $("shown-label").hidden = t.count <= 1;
   $("tree").setAttribute("aria-label",
     `Draft tree of ${t.count - 1} nodes; accepted: ${t.kept.slice(1).map((i) => label(t.token[i])).join(", ") || "none"}; ` +
@@ -193,6 +201,11 @@ function writeStrip() {
   svg.setAttribute("aria-label", `Tokens by round, 1 to ${most}: ${lengths.slice(0, 60).join(", ")}${lengths.length > 60 ? ", …" : ""}`);
   svg.replaceChildren();
   const gap = lengths.length > 200 ? 0 : 0.08;
+  for (const y of most % 2 ? [0] : [0, most / 2]) element("path", { class: "grid", d: `M0 ${y}H${lengths.length}` }, svg);
+  $("strip-most").textContent = most;
+  $("strip-half").textContent = most % 2 ? "" : most / 2;
+  $("strip-first").textContent = lengths.length ? 1 : "";
+  $("strip-last").textContent = lengths.length > 1 ? lengths.length : "";
   strip = lengths.map((n, k) => element("rect", { x: k + gap, y: most - n, width: 1 - 2 * gap, height: n }, svg));
 }
 
@@ -247,6 +260,7 @@ $("strip").addEventListener("click", (event) => {
   const frame = $("strip").getBoundingClientRect();
   go(Math.floor(((event.clientX - frame.left) / frame.width) * rows().length));
 });
+window.addEventListener("resize", () => { if (rows().length) drawTree(); });
 for (const kind of ["click", "pointerover"]) {
   $("tree").addEventListener(kind, (event) => {
     const node = event.target.closest(".node");

@@ -522,6 +522,7 @@ def _window_table(keys: NDArray[np.int64], sums: Floats) -> WindowTable:
         rows = (keys[:, 0] == file) & (keys[:, 1] == source) & ~np.isnan(seconds)
         seconds[rows] -= seconds[rows].min(initial=np.inf)
     accepted_at, rounds_at, _ = np.split(sums[:, len(_SUMS) :], 3, axis=1)
+    P = int(np.flatnonzero(rounds_at.any(axis=0)).max(initial=-1)) + 1  # what was left out had a width too
     return WindowTable(
         file=keys[:, 0],
         source=keys[:, 1],
@@ -535,7 +536,7 @@ def _window_table(keys: NDArray[np.int64], sums: Floats) -> WindowTable:
         drafted=np.where(column["drafted"] > 0, column["drafted"], np.nan),
         acceptance=_acceptance(sums),
         tau=_ratio(column["emitted"], column["rounds"]),
-        position_rates=_ratio(accepted_at, rounds_at),
+        position_rates=_ratio(accepted_at[:, :P], rounds_at[:, :P]),
     )
 
 

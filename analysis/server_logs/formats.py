@@ -34,8 +34,10 @@ and of llama.cpp (``tools/server``), with ``num_requests_running`` or ``requests
     vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 676.0
     vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 257.0
 
-A window is the difference of two scrapes, label set by label set; one that has fallen was reset and counts from 0. A
-first scrape is what the second is compared with; where there is only one, it is the window.
+A scrape ends where a sample comes again. A window is what a scrape adds, label set by label set, to the scrape that had
+the label set before, however far back that is; a label set of which any counter has fallen was reset and counts from 0,
+all of it. The first scrape of a label set is what its second is compared with; where a log has only one scrape, that is
+the window.
 
 SGLang, one line every ``decode_log_interval`` steps (40 if the log does not say) of all that run
 (``python/sglang/srt/managers/scheduler_metrics_mixin.py``; older versions write a full stop after "batch", and no
@@ -56,7 +58,25 @@ llama.cpp, a line a request (``tools/server/server-context.cpp``, ``server.cpp``
     draft acceptance = 0.64479 (  167 accepted /   259 generated), mean len =  2.92
          acc per pos = (0.805, 0.632, 0.483)
 
-The mean is 1 + accepted / verification steps: it is τ. The first form has no τ.
+The mean is 1 + accepted / verification steps: it is τ. The first form has no τ. But a few lines above it stands how
+many tokens the request gave, the first of which is the prompt's; each later step gave one beside those accepted::
+
+    prompt eval time =     648.99 ms /   133 tokens (    4.88 ms per token,   204.94 tokens per second)
+           eval time =   30387.12 ms /  2048 tokens (   14.84 ms per token,    67.40 tokens per second)
+          total time =   31036.11 ms /  2181 tokens
+    draft acceptance rate = 0.98260 ( 1186 accepted /  1207 generated)
+
+So its rounds are 2048 − 1186 − 1, marked as estimated: steps in which nothing was drafted are among them. Where that
+line is not in the log, they are drafted / the draft length that is given, which is too few where drafts ended early.
+
+llama.cpp's ``llama-speculative-simple`` and ``llama-speculative`` (``examples``), once, at their end; every round gave
+one token beside those accepted, so that rounds are n_predict − n_accept::
+
+    n_draft   = 16
+    n_predict = 257
+    n_drafted = 304
+    n_accept  = 190
+    accept    = 62.500%
 
 Everywhere τ is the mean of tokens emitted a round by one request, the bonus included. Rates by position are
 unconditional where printed: accepted at position i / all rounds.
@@ -84,7 +104,9 @@ LOOK_BACK = 1 << 12  # bytes kept of the block before, where a line's neighbour 
 HEAD = 1 << 23  # bytes at the start in which an engine prints its configuration
 MOST_POSITIONS = 64
 HIGHEST_COUNT = 1e15
-MOST_SERIES = 10_000  # of one scrape
+MOST_SERIES = 10_000  # samples of one scrape, and label sets remembered
+LONGEST_LABELS = 1 << 12
+OUT_OF_ORDER = 1 / 12  # of a day or a year: how far back a stamp goes before it is one of the next
 LONGEST_PREFIX = 1 << 11  # bytes in front of a message in which a time stamp is looked for
 
 
@@ -149,10 +171,14 @@ _V0 = re.compile(
 _SGLANG = re.compile(rb"accept len: (\d{1,9}\.\d\d)(?=[,\s]|$)(?:, accept rate: (\d{1,9}\.\d\d)(?=[,\s]|$))?")
 _SGLANG_RUNNING = re.compile(rb"Decode batch[^#\n]{1,40}#running-req: (\d{1,9})\b")
 _LLAMA = re.compile(
-    rb"draft acceptance(?: rate)? = (?:\d\.\d{5}|-?nan) \(\s*(\d{1,15}) accepted /\s*(\d{1,15}) generated\)"
-    rb"(?:, mean (?:acceptance length|len) =\s*(\d{1,9}\.\d\d)"
+    rb"draft acceptance(?: rate)? = (?:\d\.\d{5}|-?nan) \( *(\d{1,15}) accepted / *(\d{1,15}) generated\)"
+    rb"(?:, mean (?:acceptance length|len) = *(\d{1,9}\.\d\d)"
     rb"(?:, acceptance rate per position = \((" + _RATES + rb")?\))?)?"
 )
+_LLAMA_TOKENS = re.compile(rb"(?<!prompt )eval time = *\d[\d.]* ms / *(\d{1,15}) tokens")
+_LLAMA_ABOVE = 1 << 10  # bytes above a request's line in which its tokens are looked for: some four lines
+_LLAMA_SUMMARY = re.compile(rb"n_accept += (\d{1,15})\b")
+_LLAMA_PREDICTED = re.compile(rb"n_predict += (\d{1,15})\b[^\0]*n_drafted += (\d{1,15})\b")
 _LLAMA_RATES = re.compile(rb"acc per pos = \((" + _RATES + rb")\)")
 _COUNTERS = (
     b"vllm:spec_decode_num_",
@@ -160,10 +186,11 @@ _COUNTERS = (
     b"llamacpp:spec_decode_num_",
     b"llamacpp:requests_processing",
 )
-_SAMPLE = re.compile(
+_SAMPLE = re.compile(  # its figures may be damaged
     rb"(vllm|llamacpp):(spec_decode_num_(?:drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)"
-    rb"|num_requests_running|requests_processing)(?:_total)?(?:\{([^\n}]*)\})? (\d[\d.]*(?:[eE][+-]?\d{1,3})?)"
-    rb"(?: (\d{1,15}))?[ \r]*\n"
+    rb"|num_requests_running|requests_processing)(?:_total)?(?=[{ ])"
+    rb"(?:\{((?:[^\n\"}]++|\"(?:[^\n\"\\]++|\\.)*+\")*+)\})?"
+    rb"(?: (\d[\d.]*(?:[eE][+-]?\d{1,3})?)(?: (\d{1,15}))?[ \r]*\n)?"
 )
 _POSITION = re.compile(rb",?\bposition=\"(\d{1,3})\"")
 _STAMP = re.compile(
@@ -181,8 +208,7 @@ class _Clock:
     def __init__(self) -> None:
         self.prefix: bytes | None = None
         self.seconds = np.nan
-        self.last = dict.fromkeys((_ALWAYS, _YEARLY, _DAILY), -np.inf)
-        self.turns = dict.fromkeys((_ALWAYS, _YEARLY, _DAILY), 0)
+        self.latest: dict[float, float] = {}  # by period
 
     def read(self, prefix: bytes) -> float:
         """Seconds, from any origin, of the stamp in front of a message; NaN without one."""
@@ -208,10 +234,11 @@ class _Clock:
             at = 86400.0 * (day - _EPOCH).days + _of_day(match["h"], match["m"], match["s"])
         if period == _ALWAYS:
             return at
-        if at + period / 2 < self.last[period]:  # far back: the stamp has begun again
-            self.turns[period] += 1
-        self.last[period] = at
-        return at + period * self.turns[period]
+        # the first such time that is not far before the latest: lines of several processes are a little out of order
+        latest = self.latest.get(period, at)
+        at += period * np.ceil((latest - period * OUT_OF_ORDER - at) / period)
+        self.latest[period] = max(latest, at)
+        return float(at)
 
 
 def _of_day(hours: bytes, minutes: bytes, seconds: bytes) -> float:
@@ -252,6 +279,7 @@ class FileReader:
         self.v0_last: NDArray[np.int64] | None = None
         self.scrapes = _Scrapes()
         self.request: list[Any] | None = None  # llama.cpp's last, whose rates may follow
+        self.after_llama = 0  # offset behind its line: what stands before that says nothing of the next request
 
     def read(self, block: bytes, start: int) -> None:
         """Take in whole lines; before ``start`` are some of those that were read before."""
@@ -413,24 +441,29 @@ class FileReader:
         hits = [hit for marker in _COUNTERS for hit in self._hits(block, start, marker, _SAMPLE)]
         ended, read_clock = [], self.clocks[2].read
         for line, begin, at, match in sorted(hits, key=lambda hit: hit[0]):
-            if match is None:
+            if match is None or b"#" in block[begin:at]:
                 continue  # a comment, or the time at which a counter was made
             engine, name, labels, value, stamp = match.groups()
-            number = float(value) if value.count(b".") <= 1 else np.inf
             by_position = _POSITION.search(labels or b"") is not None
-            if number > HIGHEST_COUNT or by_position != name.endswith(b"_per_pos"):
+            number = float(value) if value and value.count(b".") <= 1 else np.inf
+            if by_position != name.endswith(b"_per_pos") or len(labels or b"") > LONGEST_LABELS:
                 self.damaged += 1
                 continue
             seconds = int(stamp) / 1e3 if stamp else read_clock(block[begin:at])
-            scrape = self.scrapes.add(line, seconds, engine + name, labels or b"", number)
-            self.recognised += 1
+            known = number <= HIGHEST_COUNT
+            scrape = self.scrapes.add(line, seconds, engine, name, labels or b"", number if known else np.nan)
+            self.recognised += known
+            self.damaged += not known
             if scrape is not None:
                 ended.append(scrape)
         self._add_counters(ended)
 
     def _add_counters(self, scrapes: list[_Difference]) -> None:
         for d in scrapes:
-            if d.drafted <= 0 or d.accepted > d.drafted:
+            if d.accepted > d.drafted:
+                self.recognised, self.damaged = self.recognised - 1, self.damaged + 1
+                continue
+            if not (d.drafted > 0 and d.accepted >= 0):
                 continue
             rates = d.accepted_at[None] / d.rounds if d.rounds > 0 else np.zeros((1, 0))
             rows = Rows(
@@ -454,7 +487,7 @@ class FileReader:
             if message < 0:
                 continue  # about something else
             running = _SGLANG_RUNNING.match(block, message)
-            if match is None or running is None or match[1].startswith(b"0."):
+            if match is None or running is None or float(match[1]) < 1:
                 self.damaged += 1
                 continue
             found.append((line, read_clock(block[begin:message]), running[1], match[1], match[2]))
@@ -480,6 +513,7 @@ class FileReader:
 
     def _read_llama(self, block: bytes, start: int) -> None:
         hits = [*self._hits(block, start, b"draft acceptance", _LLAMA)]
+        hits += [hit for hit in self._hits(block, start, b"n_accept ", _LLAMA_SUMMARY) if hit[3]]
         if not hits and self.request is None:
             return
         rates = [hit for hit in self._hits(block, start, b"acc per pos = (", _LLAMA_RATES) if hit[3]]
@@ -490,18 +524,23 @@ class FileReader:
                     self.request[-1] = match[1]
                     self.recognised += 1
                 continue
-            if match is None or int(match[1]) > int(match[2]):
+            nearest = max(self.after_llama - self.offset + start, begin - _LLAMA_ABOVE, 0)
+            self.after_llama = self.offset - start + at
+            figures = None if match is None else _llama_figures(match, block[nearest:begin])
+            if figures is None and match is not None:
+                continue  # of llama-lookahead, which drafts nothing
+            if figures is None or int(figures[2]) > int(figures[3]):
                 self.damaged += 1
                 continue
             if self.request is not None:
                 done.append(self.request)
-            self.request = [line, self.clocks[4].read(block[begin:at]), *match.groups()]
+            self.request = [line, self.clocks[4].read(block[begin:at]), *figures]
         self._add_llama(done)
 
     def _add_llama(self, requests: list[list[Any]]) -> None:
         if not requests:
             return
-        line, seconds, accepted, drafted, mean, printed = zip(*requests, strict=True)
+        line, seconds, tokens, exact, accepted, drafted, mean, printed = zip(*requests, strict=True)
         rates, lengths = _rates(printed)
         figures = _Figures(
             accepted=_floats(accepted),
@@ -511,12 +550,23 @@ class FileReader:
             depth=np.full(len(line), np.nan),
             sums=np.where(lengths > 0, np.nansum(rates, axis=1), np.nan),
         )
-        # without a mean the draft length would not do: llama.cpp ends drafts early where it has little confidence
-        rounds, estimated, good = _rounds_of(figures, 0)
+        rounds, estimated, good = _rounds_of(figures, self.draft_length or 0)
+        steps = _array(tokens) - figures.accepted  # None is NaN
+        counted = np.isnan(figures.mean) & (steps > 0)
+        rounds, estimated = np.where(counted, steps, rounds), np.where(counted, ~np.array(exact), estimated)
         self.recognised += int(good.sum())
         self.damaged += int((~good).sum())
         running = np.full(len(line), np.nan)
         self._add_printed(4, good & (figures.drafted > 0), line, seconds, running, figures, rates, rounds, estimated)
+
+
+def _llama_figures(match: re.Match[bytes], above: bytes) -> tuple[Any, ...] | None:
+    """Tokens of the rounds, whether these are exact, accepted, drafted, mean, rates; None without n_drafted."""
+    if match.re is _LLAMA:
+        found = _LLAMA_TOKENS.findall(above)
+        return (int(found[-1]) - 1 if found else None, False, *match.groups())  # the first token is the prompt's
+    predicted = _LLAMA_PREDICTED.search(above)
+    return None if predicted is None else (int(predicted[1]), True, match[1], predicted[2], None, None)
 
 
 class _Figures(NamedTuple):
@@ -560,15 +610,19 @@ def _rounds_of(figures: _Figures, draft_length: Any) -> tuple[Floats, NDArray[np
     return rounds, ~(whole | one), agree
 
 
+_TOTALS = {b"drafts", b"draft_tokens", b"accepted_tokens"}
+_GAUGES = {b"num_requests_running", b"requests_processing"}
+
+
 class _Difference(NamedTuple):
     """What was counted between two scrapes."""
 
     line: int
     seconds: float
     running: float
-    rounds: float
-    drafted: float
-    accepted: float
+    rounds: float  # 0: not known
+    drafted: float  # NaN: not known
+    accepted: float  # NaN: not known
     accepted_at: Floats
 
 
@@ -576,55 +630,66 @@ class _Scrapes:
     """Prometheus counters, scrape after scrape."""
 
     def __init__(self) -> None:
-        self.last: dict[bytes, dict[bytes, float]] | None = None  # by label set, by name and position
+        self.last: dict[bytes, dict[bytes, float]] = {}  # counters of each label set so far, by name and position
         self.now: dict[bytes, dict[bytes, float]] = {}
-        self.running: float = np.nan
         self.line, self.seconds = 0, np.nan
         self.size = 0
 
-    def add(self, line: int, seconds: float, name: bytes, labels: bytes, value: float) -> _Difference | None:
-        """Take in a sample; where it is the first of another scrape, return what the one before comes to."""
+    def add(
+        self, line: int, seconds: float, engine: bytes, name: bytes, labels: bytes, value: float
+    ) -> _Difference | None:
+        """Take in a sample, NaN if it is damaged; if another scrape begins, return what the one before comes to."""
         position = _POSITION.search(labels)
-        series = _POSITION.sub(b"", labels).strip(b",") + name.partition(b":")[0]
-        key = name if position is None else name + b" " + position[1]
+        series = engine + _POSITION.sub(b"", labels).strip(b",")
+        key = name.removeprefix(b"spec_decode_num_") + (b"" if position is None else b" %d" % int(position[1]))
         ended = None
         if key in self.now.get(series, ()):
             ended = self.close()
         if not self.size:
             self.line, self.seconds = line, seconds
-        if self.size < MOST_SERIES:
+        if self.size < MOST_SERIES and (position is None or int(position[1]) < MOST_POSITIONS):
             self.now.setdefault(series, {})[key] = value
             self.size += 1
         return ended
 
     def close(self, *, last: bool = False) -> _Difference | None:
         """End a scrape."""
-        if not any(b"spec_decode" in key for values in self.now.values() for key in values):
-            self.now, self.size = {}, 0
+        now, self.now, self.size = self.now, {}, 0
+        if all(values.keys() <= _GAUGES for values in now.values()):
             return None
-        now, before = self.now, self.last
-        first_and_only = before is None and last
-        self.last, self.now, self.size = now, {}, 0
-        if before is None and not first_and_only:
-            return None
+        alone = last and not self.last
         total: dict[bytes, float] = {}
-        running = np.nan
         for series, values in now.items():
-            old = (before or {}).get(series, {})
-            gauges = {key for key in values if b"running" in key or b"processing" in key}
-            running = sum((values[key] for key in gauges), 0.0 if np.isnan(running) else running) if gauges else running
-            counters = values.keys() - gauges
-            reset = any(values[key] < old.get(key, 0.0) for key in counters)
-            for key in counters:
-                name = key.partition(b"spec_decode_num_")[2]
-                total[name] = total.get(name, 0.0) + values[key] - (0.0 if reset else old.get(key, 0.0))
-        positions = [int(name.rpartition(b" ")[2]) for name in total if b"per_pos" in name]
-        accepted_at = np.zeros(min(max(positions, default=-1) + 1, MOST_POSITIONS))
-        for at in positions:
-            if at < len(accepted_at):
-                accepted_at[at] = total[b"accepted_tokens_per_pos %d" % at]
-        rounds, drafted, accepted = (total.get(name, 0.0) for name in (b"drafts", b"draft_tokens", b"accepted_tokens"))
-        return _Difference(self.line, self.seconds, running, rounds, drafted, accepted, accepted_at)
+            counters = {key: value for key, value in values.items() if key not in _GAUGES and not np.isnan(value)}
+            for key, value in (counters if alone else self._since(series, counters)).items():
+                total[key] = total.get(key, 0.0) + value
+        while len(self.last) > MOST_SERIES:
+            del self.last[next(iter(self.last))]  # not seen for the longest time
+        running = [values[key] for values in now.values() for key in values.keys() & _GAUGES]
+        accepted_at = {int(key.rpartition(b" ")[2]): value for key, value in total.items() if b"per_pos" in key}
+        return _Difference(
+            line=self.line,
+            seconds=self.seconds,
+            running=sum(running) if running else np.nan,
+            rounds=total.get(b"drafts", 0.0),
+            drafted=total.get(b"draft_tokens", np.nan),
+            accepted=total.get(b"accepted_tokens", np.nan),
+            accepted_at=_array([accepted_at.get(i, 0.0) for i in range(max(accepted_at, default=-1) + 1)]),
+        )
+
+    def _since(self, series: bytes, counters: dict[bytes, float]) -> dict[bytes, float]:
+        """What a label set has counted since it was seen before; nothing where that cannot be told."""
+        old = self.last.get(series, {})
+        if _TOTALS & old.keys() - counters.keys():
+            return {}  # a damaged line: the next scrape that has them all is compared with the last that had
+        reset = any(value < old.get(key, 0.0) for key, value in counters.items())
+        self.last.pop(series, None)  # the last that was seen goes to the end
+        self.last[series] = counters if reset else old | counters
+        if reset:
+            return counters
+        if _TOTALS & counters.keys() - old.keys():  # some have nothing to be compared with
+            return {}
+        return {key: value - old[key] for key, value in counters.items() if key in old}
 
 
 def _array(values: Any) -> Floats:

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ddtree.analysis.loops import ends_in_loop
 from ddtree.analysis.rounds import RoundTable, round_table
 from ddtree.drafters import NgramDrafter
 from ddtree.engine import Engine
@@ -33,8 +34,6 @@ from ddtree.pair import PROMPTS, Pair, load_pair, load_prompts, pair_folder
 
 TOKENS, TEMPERATURES, BUDGETS = 64, (0.0, 0.7), (8, 16, 32, 64, 128, 256)
 PROMPTS_TOGETHER = 32
-LOOP_TOKENS, LONGEST_PERIOD = 40, 24
-"""A continuation loops if its last so many tokens repeat with a period of at most the second number."""
 RESAMPLES, LEVEL = 10_000, 0.95
 
 
@@ -98,7 +97,7 @@ def measure(
         "rounds": int(limited_rounds.sum()),
         "tau": interval(limited_tokens, limited_rounds),
         "tau_uncut": interval(uncut_tokens, uncut_rounds),
-        "looping": float(np.mean([loops(row[:TOKENS]) for row in tokens])),
+        "looping": float(np.mean([ends_in_loop(row[:TOKENS]) for row in tokens])),
         "tau_not_looping": not_looping(limited_tokens, limited_rounds, tokens),
         "continuations": [zlib.crc32(row.tobytes()) for row in tokens],
         "seconds": time.perf_counter() - begun,
@@ -122,17 +121,9 @@ def interval(tokens: NDArray[Any], rounds: NDArray[Any]) -> list[float]:
     return [float(tokens.sum() / rounds.sum()), float(low), float(high)]
 
 
-def loops(tokens: NDArray[np.int32]) -> bool:
-    """Whether a continuation ends in a loop."""
-    end = tokens[-LOOP_TOKENS:]
-    before = len(tokens) - LOOP_TOKENS
-    periods = range(1, min(LONGEST_PERIOD, before) + 1)
-    return any(np.array_equal(end, tokens[before - period : len(tokens) - period]) for period in periods)
-
-
 def not_looping(tokens: NDArray[Any], rounds: NDArray[Any], continuations: list[NDArray[np.int32]]) -> float | None:
     """τ of the prompts whose continuation does not loop."""
-    which = np.array([not loops(row[:TOKENS]) for row in continuations])
+    which = np.array([not ends_in_loop(row[:TOKENS]) for row in continuations])
     return float(tokens[which].sum() / rounds[which].sum()) if which.any() else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,14 @@ class CannotRun(click.ClickException):
     """What was asked for cannot be done here; the message is one line."""
 
     exit_code = 2
+
+
+def keep_inputs(inputs: Iterable[str | Path], outputs: Iterable[Path]) -> None:
+    """Refuse an output that is one of the inputs, by whatever name."""
+    there = [Path(name) for name in inputs if Path(name).exists()]
+    for output in outputs:
+        if output.exists() and any(output.samefile(path) for path in there):
+            raise CannotRun(f"{output} is an input, and would be overwritten: name another output")
 
 
 def backend_here(spec: str) -> Backend:

@@ -100,7 +100,7 @@ def generate(
     the last of them, underlined, is the target's. Where there are no colours, bars stand between rounds.
 
     \b
-      ddtree generate --prompt "def fib(n):" --budget 64 --show-trees
+      ddtree generate --prompt "def get(self, key, default=None):" --show-trees
       ddtree generate --prompt-file half_a_module.py --temperature 0.7 --save run.kdtr
       ddtree generate --model ~/my-deepseek --ids 0,128,17 --mode chain
     """  # noqa: D301 - click takes the backspace for "do not wrap"
@@ -108,9 +108,11 @@ def generate(
         raise _CannotGenerate("there is no prompt: give one with --prompt, --prompt-file or --ids")
     from rich.console import Console
 
+    from ddtree.cli.check import keep_inputs
     from ddtree.engine import Engine, NonFiniteLogitsError
 
     try:
+        keep_inputs(files, () if save is None else (save,))
         _check_writable(save)
         source = _load(model, drafts=mode != "autoregressive")
         tokens = _tokens(source, prompts, files, ids)
@@ -382,6 +384,8 @@ def _show_table(console: Console, generation: Generation, drafter: str) -> None:
     from rich import box
     from rich.table import Table
 
+    from ddtree.analysis.loops import loops_said
+
     tokens, total = sum(map(len, generation.tokens)), sum(generation.seconds.values())
     table = Table("", "", "", box=box.SIMPLE_HEAD, show_header=False)
     table.columns[1].justify = table.columns[2].justify = "right"
@@ -393,6 +397,9 @@ def _show_table(console: Console, generation: Generation, drafter: str) -> None:
         table.add_row(f"  {stage}", f"{seconds:.2f}", f"{seconds / total:.0%}" if total else "")
     console.print(table)
     console.print(f"Drafted by {drafter}; {', '.join(_endings(generation))}.", markup=False)
+    loops = loops_said(generation.tokens)
+    if loops:
+        console.print(loops, markup=False)
 
 
 def _endings(generation: Generation) -> Iterator[str]:

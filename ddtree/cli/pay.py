@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from ddtree.analysis.pay import PayTable
 
 
+PAYS = (
+    "pays below: τ over that of the best chain. A policy is faster than that chain while a round of it costs less than "
+    "that many of the chain's; where it is under 1, only if its round is cheaper."
+)
+REACHED = (
+    "tested: rounds that came to this depth with more than one token left to emit. The last one allowed is the "
+    "target's own, and no draft is compared with it; so depth 1 has fewer than there are rounds."
+)
+
+
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path, file_okay=False), required=False)
 @click.option(
@@ -38,8 +48,9 @@ def pay(trace: Path | None, budgets: tuple[int, ...], out: Path | None, kind: st
 
     Without a TRACE, that of the shipped pair. Shows τ of chains and trees, as the drafter's probabilities promise it
     and as the target's choices give it; where the choice stands among the candidates; and how far the drafter can be
-    believed. Where many rounds had a tree with a candidate of the last recorded rank, K − 1, it says so: with a wider
-    record those trees might have been others.
+    believed. Ranks and the conclusion are of one tree: that of the largest budget up to 64, or the smallest there is.
+    Where many rounds had a tree with a candidate of the last recorded rank, K − 1, it says so: with a wider record
+    those trees might have been others.
     """
     from rich.console import Console
 
@@ -55,8 +66,10 @@ def pay(trace: Path | None, budgets: tuple[int, ...], out: Path | None, kind: st
     except (ValueError, TypeError) as error:
         raise CannotRun(str(error)) from error
     console = Console(highlight=False)
-    for shown in (_budgets(table), _choices(table), _calibration(calibration)):
+    for shown, note in ((_budgets(table), PAYS), (_choices(table), REACHED), (_calibration(calibration), "")):
         console.print(shown)
+        if note:
+            console.print(f"{note}\n", markup=False)
     console.print(_verdict(table), markup=False)
     if note := last_rank_note(table.records()):
         console.print(note, markup=False)
@@ -86,7 +99,7 @@ def _write(out: Path, kind: str, about: dict[str, Any], parts: dict[str, Any]) -
 
 
 def _verdict(table: PayTable) -> str:
-    """One sentence on the tree that is walked in the table of choices."""
+    """What follows for the tree that is walked in the table of choices, and why it is that one."""
     budget = table.choices.budget
     row = next(r for r in table.records() if (r["policy"], r["budget"]) == ("tree", budget))
     chains = [r for r in table.records() if r["policy"] == "chain" and r["tau"] is not None]
@@ -94,9 +107,24 @@ def _verdict(table: PayTable) -> str:
         return "No rounds: the trace has no prompt of two new tokens, or drafts of no depth."
     best = max(chains, key=lambda r: r["tau"])
     between = "" if row["pays_low"] is None else f" ({row['pays_low']:.2f}–{row['pays_high']:.2f})"
+    which = "the largest budget up to 64" if budget <= 64 else "the smallest budget"
     return (
-        f"A tree of {budget} nodes emits {row['pays_below']:.2f}{between} times as many tokens a round as the best "
-        f"chain, of depth {best['budget']}: it is faster while its round costs less than that many of the chain's."
+        f"A tree of {budget} {'node' if budget == 1 else 'nodes'}, {which} of those asked for, emits "
+        f"{row['pays_below']:.2f}{between} times as many tokens a round as the best chain, of depth {best['budget']}: "
+        + _advice(row, any(r["pays_below"] > 1 for r in table.records() if r["policy"] == "tree"))
+    )
+
+
+def _advice(row: dict[str, Any], larger_pays: bool) -> str:
+    """Whether to use the tree of a row of the table, and when."""
+    if row["pays_below"] <= 1:
+        instead = " Other budgets of the table do better." if larger_pays else ""
+        return (
+            f"do not use a tree {'of this size ' if larger_pays else ''}here, the chain gives as much or more.{instead}"
+        )
+    unsure = row["pays_low"] is not None and row["pays_low"] <= 1
+    return "it is faster while its round costs less than that many of the chain's." + (
+        " The interval holds 1, so that it may be no better: record more prompts." if unsure else ""
     )
 
 
@@ -116,7 +144,7 @@ def _choices(table: PayTable) -> Table:
     choices = table.choices
     shown = _table(
         f"Rank of the target's choice, given that the path so far was accepted (tree: of {choices.budget} nodes)",
-        *("path", "depth", "rounds", "rank 1", "2", "3–4", "5–8", "later"),
+        *("path", "depth", "tested", "rank 1", "2", "3–4", "5–8", "later"),
         *("2–8, if\nnot 1", f"{choices.level:.0%}\ninterval"),
     )
     for r in choices.records():

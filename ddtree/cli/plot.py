@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from ddtree.cli.check import keep_inputs
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from ddtree.analysis.server_logs import ServerLog
 
 _FILES = (".png", ".svg", ".csv", ".json")
-_FIGURES = ("tau_over_time", "by_position", "by_running", "overview")
+_PANELS = {"tau_over_time": "plot_tau_over_time", "by_position": "plot_positions", "by_running": "plot_running"}
 
 
 class _CannotPlot(click.ClickException):
@@ -37,7 +40,7 @@ class _CannotPlot(click.ClickException):
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="PATH",
-    help="A folder for everything, or a file ending in .png, .svg, .csv or .json. May be given again.",
+    help="A file, if it ends in .png, .svg, .csv or .json; else a folder for everything. May be given again.",
 )
 @click.option(
     "--format",
@@ -50,8 +53,8 @@ class _CannotPlot(click.ClickException):
 @click.option(
     "--draft-length",
     type=click.IntRange(1, 10**6),
-    help="Tokens drafted a round, for lines that do not say their rounds (vLLM's first form) in a log that does not "
-    "show the engine's configuration.",
+    help="Tokens drafted a round, for lines that do not say their rounds (vLLM's and llama.cpp's first forms) in a log "
+    "that does not show the engine's configuration, or how many tokens a request gave.",
 )
 def plot(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, draft_length: int | None) -> None:
     """Read acceptance out of server logs, or of sweeps, and plot it.
@@ -77,6 +80,7 @@ def plot(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, draft_le
     (which,) = kinds
     if which not in _PLOTS:
         raise _CannotPlot(f"{inputs[0]} is a {which}, must be {' or '.join(_PLOTS)}")
+    keep_inputs(inputs, outputs)
     with _writable(outputs):
         _PLOTS[which](inputs, outputs, kind, draft_length)
 
@@ -95,13 +99,16 @@ def _kind_of(name: str) -> str:
     return "log"
 
 
+def _is_file(output: Path) -> bool:
+    """Whether an output is a file: by how it ends, unless there is such a folder."""
+    return output.suffix.lower() in _FILES and not output.is_dir()
+
+
 @contextmanager
 def _writable(outputs: tuple[Path, ...]) -> Iterator[None]:
     """See that outputs can be written before any work is done, and say it in one line where they cannot."""
     for path in outputs:
-        folder = path.parent if path.suffix.lower() in _FILES else path
-        if folder == path and path.suffix and not path.is_dir():
-            raise _CannotPlot(f"{path} must be a folder, or a file ending in {', '.join(_FILES)}")
+        folder = path.parent if _is_file(path) else path
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
@@ -116,21 +123,41 @@ def _writable(outputs: tuple[Path, ...]) -> Iterator[None]:
 def _plot_logs(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, draft_length: int | None) -> None:
     from rich.console import Console
 
+    from ddtree.analysis.figures.server_logs import nothing_to_draw
+
     log = _read(inputs, draft_length)
-    for counts in log.files:
+    for name, counts in zip(inputs, log.files, strict=True):
         if not counts.bytes:
             raise _CannotPlot(f"{counts.name} is empty")
         if not counts.recognised:
             raise _CannotPlot(
                 f"{counts.name}: no line of {counts.lines:,} is one of vLLM, SGLang or llama.cpp about speculative "
-                f"decoding" + (f", and {counts.damaged:,} begin like one but are damaged" if counts.damaged else "")
+                f"decoding"
+                + (f", and {counts.damaged:,} begin like one but are damaged" if counts.damaged else "")
+                + _encoding_hint(name)
             )
+    missing = nothing_to_draw(log)
+    for path in outputs:
+        if _is_file(path) and path.suffix.lower() in (".png", ".svg") and len(missing) == len(_PANELS):
+            raise _CannotPlot(f"{path}: there is nothing to draw, {'; '.join(missing.values())}")
     written = [name for path in outputs for name in _write_log(log, path, kind)]
 
     console = Console(highlight=False)
     _show(console, log)
     if written:
         console.print(f"Written: {', '.join(written)}", markup=False, soft_wrap=True)
+    if not all(map(_is_file, outputs)):
+        for name, reason in missing.items():
+            console.print(f"Not drawn: {name}.{kind}, as {reason}", markup=False)
+
+
+def _encoding_hint(name: str) -> str:
+    """What to do with a file that begins as UTF-16 does, such as one that PowerShell's > wrote."""
+    if not Path(name).is_file():
+        return ""
+    with open(name, "rb") as file:
+        wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return "; it is UTF-16, and must be UTF-8: convert it, as by iconv -f UTF-16 -t UTF-8" if wide else ""
 
 
 def _plot_sweeps(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, draft_length: int | None) -> None:
@@ -140,7 +167,7 @@ def _plot_sweeps(inputs: tuple[str, ...], outputs: tuple[Path, ...], kind: str, 
     from ddtree.analysis.figures.sweep import sweep_tables
 
     for path in outputs:
-        if path.suffix.lower() in _FILES:
+        if _is_file(path):
             raise _CannotPlot(f"{path} must be a folder: the figures of a sweep are several files")
     console, written = Console(highlight=False), []
     for name in inputs:
@@ -185,7 +212,7 @@ def _read(inputs: tuple[str, ...], draft_length: int | None) -> ServerLog:
                     yield "standard input", sys.stdin.buffer
                 else:
                     with open(name, "rb") as file:
-                        yield name, file
+                        yield click.format_filename(name), file
 
         return read_server_logs(
             opened(), draft_length=draft_length, on_bytes=lambda count: progress.advance(task, count)
@@ -195,9 +222,10 @@ def _read(inputs: tuple[str, ...], draft_length: int | None) -> ServerLog:
 def _write_log(log: ServerLog, path: Path, kind: str) -> list[str]:
     """Write a file, or everything into a folder, each whole or not at all; return the names."""
     from ddtree.analysis import figures
+    from ddtree.analysis.figures.server_logs import nothing_to_draw
     from ddtree.kdtr import atomic_write
 
-    suffix = path.suffix.lower()
+    suffix = path.suffix.lower() if _is_file(path) else ""
     if suffix in (".png", ".svg"):
         return [str(figures.save(figures.plot_server_log(log), path))]
     if suffix == ".csv":
@@ -208,13 +236,11 @@ def _write_log(log: ServerLog, path: Path, kind: str) -> list[str]:
         with atomic_write(path) as file:
             file.write(json.dumps(_document(log), indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
         return [str(path)]
-    drawn: tuple[Any, ...] = (
-        figures.plot_tau_over_time(log),
-        figures.plot_positions(log),
-        figures.plot_running(log),
-        figures.plot_server_log(log),
-    )
-    names = [str(figures.save(figure, path / f"{name}.{kind}")) for name, figure in zip(_FIGURES, drawn, strict=True)]
+    missing = nothing_to_draw(log)
+    drawn: dict[str, Any] = {name: getattr(figures, plot)(log) for name, plot in _PANELS.items() if name not in missing}
+    if drawn:
+        drawn["overview"] = figures.plot_server_log(log)
+    names = [str(figures.save(figure, path / f"{name}.{kind}")) for name, figure in drawn.items()]
     return [*names, *_write_log(log, path / "windows.csv", kind), *_write_log(log, path / "summary.json", kind)]
 
 
@@ -331,6 +357,12 @@ def _running_table(log: ServerLog) -> Table:
     return table
 
 
+_ESTIMATED = {
+    3: "steps × requests running",
+    4: "what is printed: tokens less those accepted, among them rounds without a draft; or the draft length",
+}
+
+
 def _notes(log: ServerLog) -> Iterator[str]:
     """What a reader must know of these figures."""
     s = log.sources
@@ -338,10 +370,10 @@ def _notes(log: ServerLog) -> Iterator[str]:
         name = _name(log, file, source)
         rows = (log.windows.file == file) & (log.windows.source == source) & (log.windows.rounds == 0)
         if rows.any():
-            hint = " (see --draft-length)" if source == 0 else ""
+            hint = " (see --draft-length)" if source in (0, 4) else ""
             yield f"{name}: windows that do not say their rounds and have no τ: {log.windows.lines[rows].sum():,}{hint}"
         if s.estimated[row] > 0:
-            how = "steps × requests running" if source == 3 else "what is printed, which is rounded"
+            how = _ESTIMATED.get(int(source), "what is printed, which is rounded")
             yield f"{name}: {s.estimated[row]:.0%} of the rounds are estimated, from {how}"
 
 

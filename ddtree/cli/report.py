@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from ddtree.cli.check import keep_inputs
+
 __all__ = ["report"]
 
 
@@ -35,11 +37,13 @@ def report(run: Path, output: Path, title: str) -> None:
     from ddtree.analysis.runs import load_run
 
     try:
+        keep_inputs([run], [output])
         loaded = load_run(run)
-        write_report(output, loaded, title=title or run.stem)
+        write_report(output, loaded, title=title or click.format_filename(run.stem))
     except ValueError as error:
         raise _CannotReport(str(error)) from error
     except OSError as error:
         raise _CannotReport(f"{error.filename or output}: {error.strerror or error}") from error
     size = output.stat().st_size
-    click.echo(f"{output}: {loaded.generation.num_rounds:,} rounds, {size / 1e6:.1f} MB")
+    shown = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
+    click.echo(f"{output}: {loaded.generation.num_rounds:,} rounds, {shown}")

@@ -189,6 +189,7 @@ class Engine:
             rounds=rounds,
             tokens_per_round=[np.array(sequence.tokens_per_round, np.int32) for sequence in run.sequences],
             seconds=run.seconds,
+            prompt_lens=[sequence.prompt_len for sequence in run.sequences],
         )
 
     def stream(

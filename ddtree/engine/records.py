@@ -79,6 +79,8 @@ class Generation:
         Tokens that each round emitted, one array a prompt: the bonus included, after stops.
     seconds : dict of str to float
         Wall time of each stage in ``STAGES``, summed.
+    prompt_lens : list of int
+        Tokens of each prompt; empty where that is not known.
     """
 
     tokens: list[NDArray[np.int32]]
@@ -86,6 +88,7 @@ class Generation:
     rounds: list[Round] = field(default_factory=list)
     tokens_per_round: list[NDArray[np.int32]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    prompt_lens: list[int] = field(default_factory=list)
 
     def __repr__(self) -> str:
         tau = "none" if self.tau is None else f"{self.tau:.2f}"

@@ -98,7 +98,7 @@ def reliability_of_two(ax=None):
 
 @cache
 def calibrated():
-    return calibration_table(CHUNK)
+    return calibration_table(CHUNK, vocab_size=40)
 
 
 def calibration(ax=None):

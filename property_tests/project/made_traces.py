@@ -60,6 +60,16 @@ def calibrated_chunk(seed, *, prompts, new, L, K, vocab_size, temperature=1.0, s
     return chunk_of(continuations, drafts)
 
 
+def tempered_chunk(seed, *, new, K, vocab_size, temperature, sharpness=2.5):
+    """A chunk of depth 1 whose tokens are drawn from all of the drafter's vocabulary, its logits / ``temperature``."""
+    rng = np.random.default_rng(seed)
+    logits = sharpness * rng.normal(size=(new, vocab_size))
+    tokens = (logits / temperature + rng.gumbel(size=logits.shape)).argmax(1)
+    ids = np.argsort(-logits, axis=1, kind="stable")
+    log_probs = _kept(logits, ids, K)[:, None, :K]
+    return chunk_of([tokens], [(log_probs[1:], ids[1:, None, :K])])
+
+
 def _kept(logits, ids, K):
     """Log-probs of the K likeliest and of the remainder, (n, K + 1)."""
     log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))

@@ -186,6 +186,22 @@ def test_wilson_interval_holds_the_rate_and_widens_with_the_level():
     assert np.isnan(wilson_interval(0, 0)).all()
 
 
+@pytest.mark.parametrize(
+    "k, n, message",
+    [
+        (5, 3, "successes must be in 0 … trials, got 5 of 3"),
+        ([1, -1], [2, 2], "successes must be in 0 … trials, got -1 of 2"),
+        (1, -1, "successes must be in 0 … trials, got 1 of -1"),
+        (np.nan, 2, "successes must be in 0 … trials, got nan of 2"),
+        (1, np.inf, "successes must be in 0 … trials, got 1 of inf"),
+        ([1, 2], [3, 4, 5], r"successes and trials must have shapes that broadcast, got \(2,\) and \(3,\)"),
+    ],
+)
+def test_wilson_interval_of_what_is_no_count(k, n, message):
+    with pytest.raises(ValueError, match=message):
+        wilson_interval(k, n)
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_wilson_interval_covers_the_truth(p):
     """Exactly, by summing the binomial: near the level on average over n, never far below."""

@@ -248,6 +248,15 @@ def test_the_caption_names_machine_and_ceilings():
     assert "at work already (load 1000.0)" in report.caption(busy)
 
 
+def test_there_is_no_column_of_cold_times_where_nobody_has_any():
+    warm = Times([1.0, 3.0, 2.0])
+    told = bench.Report("ours", {"devices": ["CPU: some"]}, None, [bench.Row("op", "B 1", {}, 0, 0, {"ours": warm})])
+    (table,) = report.tables_of(told)
+    assert [column.header for column in table.columns] == ["sizes", "ours,\nµs warm"]
+    assert "cold" not in report.caption(told) + report.page(told)
+    assert "| B 1 | 2 |" in report.page(told)
+
+
 def test_times_are_compared_cold_only_where_everyone_has_them():
     warm, both = Times([1.0, 3.0, 2.0]), Times([1.0, 3.0, 2.0], [9.0, 8.0, 7.0])
     rows = [bench.Row("op", "B 1", {}, 0, 0, {"ours": both, "theirs": warm})]
@@ -256,4 +265,5 @@ def test_times_are_compared_cold_only_where_everyone_has_them():
     assert (report.median(both, "warm"), report.median(both, "cold")) == (2.0, 8.0)
     (table,) = report.tables_of(bench.Report("ours", {}, None, rows))
     assert list(table.columns[3].cells) == ["2 (1×)"]
+    assert table.columns[2].header == "µs cold"
     assert report.short(25370.4) == "25,370"

@@ -11,7 +11,7 @@ import pytest
 from ddtree.analysis.calibration import calibration_table, reliability_table
 from ddtree.analysis.choices import choices_of, chunks_of
 from ddtree.analysis.intervals import wilson_interval
-from ddtree.property_tests.project.made_traces import calibrated_chunk, chunk_of, random_chunk
+from ddtree.property_tests.project.made_traces import calibrated_chunk, chunk_of, random_chunk, tempered_chunk
 
 ROUNDING: dict[str, Any] = dict(rtol=1e-9, atol=1e-12)
 
@@ -58,9 +58,11 @@ def test_choices_are_those_of_a_loop(seed):
     ).all()
 
 
-def loss(scores, came, beta):
-    """−log of the tempered probability of one outcome."""
-    return math.log(sum(math.exp(beta * s) for s in scores if s > -math.inf)) - beta * scores[came]
+def loss(scores, came, beta, others=1):
+    """−log of the tempered probability of one outcome; the last is of so many tokens, tempered one by one."""
+    tokens = [*((s, 1) for s in scores[:-1]), (scores[-1] - math.log(others), others)]
+    total = sum(ways * math.exp(beta * s) for s, ways in tokens if s > -math.inf)
+    return math.log(total) - beta * tokens[came][0] - math.log(tokens[came][1])
 
 
 def loop_cases(chunk, d, given):
@@ -77,10 +79,10 @@ def loop_cases(chunk, d, given):
         yield [s for s, _ in rows[d]] + [math.log(rest)], came, p
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_calibration_is_that_of_a_loop_however_the_trace_is_cut(seed):
+@pytest.mark.parametrize("seed, vocab_size", [(0, 6), (1, 6), (2, 40), (3, 10_000)])
+def test_calibration_is_that_of_a_loop_however_the_trace_is_cut(seed, vocab_size):
     chunks = [random_chunk(10 * seed + i, prompts=4) for i in range(3)]
-    table = calibration_table(chunks)
+    table = calibration_table(chunks, vocab_size=vocab_size)
     L = chunks[0].log_probs.shape[1]
     assert table.given == ("accepted path",) * L + ("any path",) * L
     for row in table.records():
@@ -100,16 +102,20 @@ def test_calibration_is_that_of_a_loop_however_the_trace_is_cut(seed):
         np.testing.assert_allclose(row["log_loss"], np.mean([loss(s, c, 1.0) for s, c in cases]), **ROUNDING)
         beta = 1 / row["temperature"] if row["temperature"] else None
         if beta:  # no other temperature does better, near or far
-            best = np.mean([loss(s, c, beta) for s, c in cases])
+
+            def mean_loss(beta, cases=cases):
+                return np.mean([loss(s, c, beta, vocab_size - len(s) + 1) for s, c in cases])
+
+            best = mean_loss(beta)
             np.testing.assert_allclose(row["fitted_log_loss"], best, **ROUNDING)
             for other in (0.0, 0.01, 0.5, 0.99, 1.01, 2.0, 100.0):
-                assert np.mean([loss(s, c, beta * other) for s, c in cases]) >= best - 1e-12
+                assert mean_loss(beta * other) >= best - 1e-12
 
 
 def test_calibration_worked_by_hand():
     # drafts of one depth: log(0.5, 0.25) of tokens 7 and 8, at three positions; the choices are 7, 8 and 5
     draft = np.log([[[0.5, 0.25]]] * 3), np.array([[[7, 8]]] * 3)
-    given, anyhow = calibration_table(chunk_of([[1, 7, 8, 5]], [draft])).records()
+    given, anyhow = calibration_table(chunk_of([[1, 7, 8, 5]], [draft]), vocab_size=3).records()
     assert given == {**anyhow, "given": "accepted path"}  # at depth 1 there is no path above
     assert (given["n"], given["depth"]) == (3, 1)
     assert given["expected"] == pytest.approx(0.5)
@@ -143,19 +149,35 @@ def test_reliability_worked_by_hand():
 
 
 def test_temperature_worked_by_hand():
-    # two outcomes, 0.8 and the remainder 0.2; 9 of 10 times the first: 4^β = 9
+    # two tokens, 0.8 and the remainder 0.2; 9 of 10 times the first: 4^β = 9
     draft = np.log([[[0.8]]] * 10), np.full((10, 1, 1), 3)
-    row = calibration_table(chunk_of([[0, *[3] * 9, 4]], [draft])).records()[0]
+    row = calibration_table(chunk_of([[0, *[3] * 9, 4]], [draft]), vocab_size=2).records()[0]
     assert row["temperature"] == pytest.approx(math.log(4) / math.log(9))
     assert row["fitted_log_loss"] == pytest.approx(-0.9 * math.log(0.9) - 0.1 * math.log(0.1))
     assert row["temperature_low"] is None  # of one prompt there is nothing to tell
-    always = calibration_table(chunk_of([[0, *[3] * 10]], [draft])).records()[0]
+    always = calibration_table(chunk_of([[0, *[3] * 10]], [draft]), vocab_size=2).records()[0]
     assert (always["temperature"], always["fitted_log_loss"]) == (0.0, 0.0)
+    # the remainder of 0.2 is ten tokens of 0.02 each: 40^β = 9 · 10
+    several = calibration_table(chunk_of([[0, *[3] * 9, 4]], [draft]), vocab_size=11).records()[0]
+    assert several["temperature"] == pytest.approx(math.log(40) / math.log(90))
+    assert several["log_loss"] == row["log_loss"]  # that none of the candidates came is one outcome
+    assert several["fitted_log_loss"] == pytest.approx(row["fitted_log_loss"])
+
+
+def test_a_drafter_that_is_hardly_surer_than_chance_and_always_right_is_too_unsure():
+    """Eight candidates of 0.6 % of a vocabulary of 256, of which the first always comes."""
+    draft = np.log(np.tile(np.linspace(0.006, 0.0055, 8), (30, 1, 1))), np.tile(np.arange(8), (30, 1, 1))
+    for tokens, least, most in (([0] * 31, 0.0, 0.0), ([0] * 20 + [9] + [0] * 10, 0.0, 0.2)):
+        chunk = chunk_of([tokens, tokens], [draft, draft])
+        row = calibration_table(chunk, vocab_size=256).records()[0]
+        assert least <= row["temperature"] <= most
+        # as one outcome, the remainder of 95 % would be what the drafter was sure of
+        assert calibration_table(chunk, vocab_size=9).records()[0]["temperature"] == math.inf
 
 
 def test_a_choice_outside_a_sum_of_one_is_unlikely_but_not_impossible():
     draft = np.log([[[0.75, 0.25]]]), np.array([[[1, 2]]])
-    row = calibration_table(chunk_of([[0, 5]], [draft])).records()[0]
+    row = calibration_table(chunk_of([[0, 5]], [draft]), vocab_size=9).records()[0]
     assert row["log_loss"] == pytest.approx(23 * math.log(2))  # two candidates, half of a float32's last place each
 
 
@@ -163,7 +185,7 @@ def test_temperature_of_a_drafter_that_was_sure_and_wrong():
     """Its probabilities are 1 and 0 in float64, where the curvature is nothing, and one choice is the second."""
     draft = np.array([[[0.0, -2000.0]]] * 10), np.array([[[3, 4]]] * 10)
     chunk = chunk_of([[0, *[3] * 9, 4]], [draft])
-    row = calibration_table(chunk).records()[0]
+    row = calibration_table(chunk, vocab_size=3).records()[0]
     cases = [(scores, came) for scores, came, _ in loop_cases(chunk, 0, "any path")]
     assert row["fitted_log_loss"] == pytest.approx(np.mean([loss(s, c, 1 / row["temperature"]) for s, c in cases]))
     for other in (0.5, 0.99, 1.01, 2.0):
@@ -171,10 +193,10 @@ def test_temperature_of_a_drafter_that_was_sure_and_wrong():
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize("K", [12, 4])
-def test_temperature_is_recovered(temperature, K):
-    chunk = calibrated_chunk(7, prompts=40, new=60, L=3, K=K, vocab_size=12, temperature=temperature)
-    table = calibration_table(chunk, level=0.9999)
+@pytest.mark.parametrize("K, vocab_size", [(12, 12), (4, 5)])
+def test_temperature_is_recovered(temperature, K, vocab_size):
+    chunk = calibrated_chunk(7, prompts=40, new=60, L=3, K=K, vocab_size=vocab_size, temperature=temperature)
+    table = calibration_table(chunk, vocab_size=vocab_size, level=0.9999)
     assert (table.temperature_low <= temperature).all()
     assert (temperature <= table.temperature_high).all()
     anyhow = slice(3, None)  # of the deeper positions on accepted paths there are few
@@ -182,13 +204,25 @@ def test_temperature_is_recovered(temperature, K):
     assert (table.fitted_log_loss <= table.log_loss).all()
 
 
+@pytest.mark.parametrize("temperature", [0.8, 1.0, 1.4])
+def test_temperature_of_a_vocabulary_is_seen_in_its_candidates(temperature):
+    """Of 2,048 tokens the likeliest are kept: the temperature is nearly that of all, and hardly depends on how many."""
+    V, kept = 2_048, {}
+    for K in (16, 64):
+        chunk = tempered_chunk(5, new=1_500, K=K, vocab_size=V, temperature=temperature)
+        kept[K] = calibration_table(chunk, vocab_size=V).temperature[0]
+        as_one = calibration_table(chunk, vocab_size=K + 1).temperature[0]
+        assert abs(kept[K] - temperature) <= max(0.02, 0.25 * abs(as_one - temperature))
+    assert kept[16] == pytest.approx(kept[64], rel=0.05)
+
+
 def test_temperature_interval_covers_the_truth_though_prompts_differ():
     """1 / T of prompts that differ is their own mean only nearly, so the truth is taken from a large trace."""
     options = dict(new=20, L=1, K=6, vocab_size=6, temperature=1.3, wobble=0.5)
-    truth = calibration_table(calibrated_chunk(0, prompts=4_000, **options)).temperature[1]
+    truth = calibration_table(calibrated_chunk(0, prompts=4_000, **options), vocab_size=6).temperature[1]
     runs, covered = 150, 0
     for seed in range(1, runs + 1):
-        row = calibration_table(calibrated_chunk(seed, prompts=40, **options)).records()[1]
+        row = calibration_table(calibrated_chunk(seed, prompts=40, **options), vocab_size=6).records()[1]
         covered += row["temperature_low"] <= truth <= row["temperature_high"]
     # the standard error of a coverage of 95 % in 150 runs is 1.8 %; the sandwich of 40 prompts lacks a little
     assert 0.88 <= covered / runs <= 0.99
@@ -196,7 +230,7 @@ def test_temperature_interval_covers_the_truth_though_prompts_differ():
 
 def test_a_calibrated_drafter_is_called_so():
     chunk = calibrated_chunk(3, prompts=60, new=80, L=3, K=5, vocab_size=9)
-    table = calibration_table(chunk, level=0.9999)
+    table = calibration_table(chunk, vocab_size=9, level=0.9999)
     assert ((table.low <= table.expected) & (table.expected <= table.high)).all()
     np.testing.assert_allclose(table.mass, table.covered, atol=0.03)  # of 4,700 positions: 4 standard errors
     for rank in (1, 2, None):
@@ -232,12 +266,13 @@ def test_reliability_is_that_of_a_loop(depth, rank, given):
 
 def test_positions_past_the_end_or_without_a_draft_do_not_count():
     draft = np.log([[[0.5], [0.5]], [[0.5], [0.5]]]), np.full((2, 2, 1), 1)
-    rows = calibration_table(chunk_of([[0, 1, 1]], [draft])).records()
+    rows = calibration_table(chunk_of([[0, 1, 1]], [draft]), vocab_size=9).records()
     assert [row["n"] for row in rows] == [2, 1, 2, 1]
     draft[0][1] = -np.inf
-    rows = calibration_table(chunk_of([[0, 1, 1]], [draft])).records()
+    rows = calibration_table(chunk_of([[0, 1, 1]], [draft]), vocab_size=9).records()
     assert [row["n"] for row in rows] == [1, 1, 1, 1]
-    nothing = calibration_table(chunk_of([[0]], [(np.zeros((0, 2, 3)), np.zeros((0, 2, 3)))])).records()
+    none = chunk_of([[0]], [(np.zeros((0, 2, 3)), np.zeros((0, 2, 3)))])
+    nothing = calibration_table(none, vocab_size=9).records()
     assert [(row["n"], row["temperature"], row["brier"]) for row in nothing] == [(0, None, None)] * 4
 
 
@@ -247,17 +282,28 @@ CHUNK = random_chunk(0, prompts=2, longest=9)
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: calibration_table([]), ValueError, r"trace must have at least one chunk, got none"),
         (
-            lambda: calibration_table(iter([CHUNK])),
+            lambda: calibration_table(CHUNK),
+            ValueError,
+            r"vocab_size must be given for a trace without a manifest, got None",
+        ),
+        (lambda: calibration_table(CHUNK, vocab_size=0), ValueError, r"vocab_size must be in 1 …"),
+        (
+            lambda: calibration_table(CHUNK, vocab_size=5),
+            ValueError,
+            r"vocab_size must be that of the drafter's distributions, got 5: the trace has that many candidates",
+        ),
+        (lambda: calibration_table([], vocab_size=6), ValueError, r"trace must have at least one chunk, got none"),
+        (
+            lambda: calibration_table(iter([CHUNK]), vocab_size=6),
             TypeError,
             r"gone through more than once, such as a list, got list_it",
         ),
-        (lambda: calibration_table(3), TypeError, r"trace must have a trace's arrays.*got int"),
-        (lambda: calibration_table((3,)), TypeError, r"trace\[0\] must have a trace's arrays, got int"),
-        (lambda: calibration_table(CHUNK, level=2), ValueError, r"level must be over 0"),
+        (lambda: calibration_table(3, vocab_size=6), TypeError, r"trace must have a trace's arrays.*got int"),
+        (lambda: calibration_table((3,), vocab_size=6), TypeError, r"trace\[0\] must have a trace's arrays, got int"),
+        (lambda: calibration_table(CHUNK, vocab_size=6, level=2), ValueError, r"level must be over 0"),
         (
-            lambda: calibration_table([CHUNK, random_chunk(0, L=3)]),
+            lambda: calibration_table([CHUNK, random_chunk(0, L=3)], vocab_size=6),
             ValueError,
             r"trace\[1\]\.log_probs must have L, K = \(4, 5\), as the chunks before, got \(3, 5\)",
         ),

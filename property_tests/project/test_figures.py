@@ -263,7 +263,7 @@ def test_figures_of_tables_without_intervals_or_rows(tmp_path):
     one, seconds = rounds_of([0], [1], prefix_len=[3]), gallery.seconds
     nothing = chunk_of([[0]], [(np.zeros((0, 2, 3)), np.zeros((0, 2, 3)))])
     small = random_chunk(3, prompts=1, longest=9)
-    empty = calibration_table(nothing)
+    empty = calibration_table(nothing, vocab_size=9)
     drawn = [
         figures.plot_acceptance_by_depth(acceptance_table([a_round([CHAIN], [[0]], [False])])),
         figures.plot_acceptance_by_depth(acceptance_table([])),
@@ -484,3 +484,41 @@ def test_a_sweep_in_a_kind_that_is_none_or_a_folder_without_one_is_refused(tmp_p
         figures.plot_sweep(Sweep(sweep_rows("one")), tmp_path, kind="gif")
     with pytest.raises(FileNotFoundError, match=r"sweep\.json"):
         figures.plot_sweep(tmp_path, tmp_path)
+
+
+def many_policies(budgets=(1, 4, 64, 4_500)):
+    """τ of five policies, three of which are the same at every budget."""
+    runs = [("tree", b, replayed(gallery.CHUNK, budget=b)) for b in budgets]
+    others = [(name, b, rounds) for name in ("one", "two") for _, b, rounds in runs]
+    small = [("small", b, replayed(gallery.CHUNK, budget=min(b, 4))) for b in budgets]
+    return tau_table([*runs, *others, *small, ("chain", 7, replayed(gallery.CHUNK, chain=7))])
+
+
+@pytest.mark.parametrize("plot", [figures.plot_tau_by_budget, figures.plot_expected_tau])
+def test_equal_curves_of_many_policies_stand_beside_each_other_and_the_tree_before_them(plot):
+    table = many_policies()
+    ax = plot(table)
+    names = ("tree", "one", "two", "small", "chain")
+    lines = {name: find(ax, name) for name in names}
+    budgets = {name: table.budget[[p == name for p in table.policy]] for name in names}
+    aside = {name: lines[name].get_xdata() / budgets[name] for name in names}
+    for factors in aside.values():  # by one factor, by less than a fifth, and no two alike
+        assert np.ptp(factors) < 1e-9
+        assert 0.8 < factors[0] < 1.25
+    assert len({round(factors[0], 6) for factors in aside.values()}) == 5
+    assert lines["tree"].get_zorder() > max(lines[name].get_zorder() for name in names[1:])
+
+
+def test_frontier_numbers_its_last_point_without_labels_that_touch():
+    ax = figures.plot_frontier(many_policies())
+    gallery.figure_of(ax)
+    labels = ax.get_xticklabels()
+    assert [label.get_text() for label in labels][-1] == f"{many_policies().nodes.max():,.0f}" != "4,096"
+    assert_apart(labels)
+
+
+def test_budgets_that_were_asked_for_have_their_number_before_depths_of_chains():
+    ax = figures.plot_expected_tau(would_a_tree_pay(gallery.CHUNK, (3, 10, 1_000)))
+    gallery.figure_of(ax)
+    assert {"3", "10", "1,000"} <= {label.get_text() for label in ax.get_xticklabels()}
+    assert_apart(ax.get_xticklabels())

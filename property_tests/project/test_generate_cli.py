@@ -246,6 +246,10 @@ def test_generate_refuses_what_is_a_digit_too_many(run, option, number, most):
         (["--model", "latin.txt", "--ids", "1"], "latin.txt"),
         (["--model", BUNDLE, "--ids", "1", "--save", "no/run.kdtr"], "no/run.kdtr: No such file or directory"),
         (["--model", BUNDLE, "--ids", "1", "--save", "folder"], "folder: Is a directory"),
+        (
+            ["--model", BUNDLE, "--prompt-file", "latin.txt", "--save", "latin.txt"],
+            "latin.txt is an input, and would be overwritten: name another output",
+        ),
     ],
 )
 def test_generate_says_in_one_line_what_is_wrong(run, tmp_path, arguments, message):
@@ -275,3 +279,12 @@ def test_the_installed_pair_is_what_continues_without_a_model(run):
     assert result.stdout.replace("▏", "").startswith(text.rstrip()[:200].rstrip())
     assert saved.generation.tau is not None
     assert saved.generation.tau > 1.5
+
+
+def test_a_text_that_repeats_itself_is_told_of_and_that_of_the_readme_does_not(run):
+    pytest.importorskip("tokenizers", reason="optional library tokenizers is not installed")
+    said = "The text repeats itself at the end, which is easy to draft and inflates τ."
+    for prompt, loops in (("def fib(n):", True), ("def get(self, key, default=None):", False)):
+        result = run("--prompt", prompt)
+        assert result.exit_code == 0, result.output
+        assert (said in result.stdout) == loops

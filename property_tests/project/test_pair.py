@@ -315,6 +315,9 @@ def test_bad_vocabularies_and_ids_are_named(tmp_path):
         vocabulary.encode("a")
     with pytest.raises(TypeError, match="text must be a str, got bytes"):
         vocabulary.encode(b"a")
+    for text in ("ab\ud800", "ab\udcff🙂"):
+        with pytest.raises(ValueError, match=r"text\[2\] must be a character, got '\\ud...', half of a surrogate pair"):
+            vocabulary.encode(text)
     with pytest.raises(TypeError, match=r"token_bytes\[1\] must be bytes, got str"):
         Vocabulary([b"a", "b"])  # type: ignore[list-item]
     path = tmp_path / "vocabulary.kdtr"

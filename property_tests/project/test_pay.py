@@ -17,6 +17,7 @@ from ddtree.analysis.replay import replay
 from ddtree.analysis.rounds import concatenate_rounds, round_table
 from ddtree.analysis.trace import TraceWriter, open_trace
 from ddtree.cli import main
+from ddtree.cli.pay import _advice
 from ddtree.engine import Engine, ScriptedTarget
 from ddtree.policies import chain, fixed_budget
 from ddtree.property_tests.project.made_traces import calibrated_chunk, chunk_of, random_chunk
@@ -188,6 +189,7 @@ def test_nothing_to_walk_gives_nan():
             ValueError,
             r"shown_budget must be one of .*\[4\], got 8",
         ),
+        (lambda c: would_a_tree_pay(c, (4,), shown_budget=0), ValueError, r"shown_budget must be one .*\[4\], got 0"),
         (lambda c: would_a_tree_pay(c, level=1.5), ValueError, r"level must be over 0"),
         (lambda c: would_a_tree_pay([]), ValueError, r"trace must have at least one chunk"),
     ],
@@ -221,7 +223,7 @@ def test_command_shows_and_writes_what_the_functions_say(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
     assert "…" not in result.stdout
-    table, calibration = would_a_tree_pay(chunk, (1, 4, 16)), calibration_table(chunk)
+    table, calibration = would_a_tree_pay(chunk, (1, 4, 16)), calibration_table(chunk, vocab_size=8)
     for row in table.records():
         line = rf"{row['policy']} +{row['budget']} +{row['expected']:.2f} +{row['tau']:.2f} "
         assert re.search(line, result.stdout), line
@@ -231,7 +233,11 @@ def test_command_shows_and_writes_what_the_functions_say(run, tmp_path):
     for row in calibration.records()[:3]:
         assert re.search(rf"{row['depth']} +{row['n']} .* {row['brier']:.3f} +{row['temperature']:.2f} ", result.stdout)
     verdict = " ".join(result.stdout.split())
-    assert f"A tree of 16 nodes emits {table.records()[-1]['pays_below']:.2f} (" in verdict
+    emits = f"emits {table.records()[-1]['pays_below']:.2f} ("
+    assert f"A tree of 16 nodes, the largest budget up to 64 of those asked for, {emits}" in verdict
+    assert "faster while its round costs less than that many of the chain's." in verdict
+    assert "pays below: τ over that of the best chain." in verdict
+    assert "tested: rounds that came to this depth with more than one token left to emit." in verdict
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "pay.json",
         "pay.png",
@@ -254,6 +260,27 @@ def test_command_says_where_a_wider_record_might_have_changed_the_trees(run):
     assert told.endswith("trees: tree of 16, 64.")
     assert "last rank" not in run("recorded", "--budgets", "1").stdout
     assert "last recorded rank, K − 1" in " ".join(run("--help").stdout.split())
+
+
+@pytest.mark.parametrize(
+    "budgets, said",
+    [
+        ("1", "A tree of 1 node, the largest budget up to 64 of those asked for, emits 0."),
+        ("1", "do not use a tree here, the chain gives as much or more."),
+        ("1,70", "do not use a tree of this size here, the chain gives as much or more. Other budgets of the table do"),
+        ("70,90", "A tree of 70 nodes, the smallest budget of those asked for, emits 1."),
+    ],
+)
+def test_conclusion_says_of_which_tree_it_is_and_advises_against_one_that_does_worse(run, budgets, said):
+    write_trace("recorded", calibrated_chunk(5, prompts=12, new=30, L=3, K=4, vocab_size=8))
+    result = run("recorded", "--budgets", budgets)
+    assert said in " ".join(result.stdout.split())
+
+
+def test_advice_where_the_interval_holds_1():
+    row = {"pays_below": 1.02, "pays_low": 0.97, "pays_high": 1.07}
+    assert "The interval holds 1, so that it may be no better: record more prompts." in _advice(row, True)
+    assert "holds" not in _advice(row | {"pays_low": 1.01}, True)
 
 
 def test_command_of_a_trace_without_rounds_and_of_none(run, tmp_path):

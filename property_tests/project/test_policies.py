@@ -408,6 +408,9 @@ def test_cost_model_is_what_was_measured_and_nothing_beyond():
     with pytest.raises(ValueError, match=r"nodes and context must have shapes that broadcast, got \(3,\) and \(2,\)"):
         COSTS.seconds([1, 2, 3], [1, 2])
     assert COSTS.seconds(41, 101, clamp=True) == COSTS.seconds(40, 100)
+    for clamp in (False, True):
+        with pytest.raises(ValueError, match=r"nodes and context must have shapes .* got \(3,\) and \(2,\)"):
+            COSTS.seconds([1, 2, 3], [1, 2], clamp=clamp)
     policy = cost_aware(8, COSTS)
     draft = LIVE_DRAFT
     with pytest.raises(ValueError, match=r"context must be within what was measured, 0 … 100, got 101"):

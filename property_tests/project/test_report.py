@@ -5,9 +5,11 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import os
 import re
 import shutil
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,6 +98,13 @@ def test_the_page_is_one_file_and_runs_its_own_script_alone():
     assert len(page) < 120_000
 
 
+def test_a_text_that_repeats_itself_is_told_of():
+    prompts, generation = generated([np.resize([10, 12, 13], 80), np.arange(80) % V], new=60)
+    page = report_html(Run(prompts, generation, VOCABULARY, {}))
+    assert '<p class="loops">2 of 2 texts repeat themselves at the end, which is easy to draft and inflates τ.' in page
+    assert 'class="loops"' not in report_html(a_run())
+
+
 def test_labels_show_what_cannot_be_seen():
     for token, label in (
         (b" a\tb\r\n", "·a⇥b␍⏎"),
@@ -177,7 +186,9 @@ def test_report_writes_the_page_of_a_saved_run(run_command, tmp_path):
     save_run(tmp_path / "mine.kdtr", run.generation, run.prompts, vocabulary=VOCABULARY, settings=run.settings)
     result = run_command("mine.kdtr", "-o", "page.html")
     assert result.exit_code == 0, result.output
-    assert result.stdout == f"page.html: {run.generation.num_rounds} rounds, 0.0 MB\n"
+    size = (tmp_path / "page.html").stat().st_size
+    assert 1e4 < size < 1e6
+    assert result.stdout == f"page.html: {run.generation.num_rounds} rounds, {size / 1e3:.0f} kB\n"
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert page == report_html(run, title="mine")
 
@@ -186,10 +197,16 @@ def test_report_says_in_one_line_what_is_wrong(run_command, tmp_path):
     (tmp_path / "text.kdtr").write_text("no KDTR file")
     run = a_run()
     save_run(tmp_path / "run.kdtr", run.generation, run.prompts)
+    (tmp_path / "hard.kdtr").hardlink_to(tmp_path / "run.kdtr")
+    (tmp_path / "soft").symlink_to(tmp_path, target_is_directory=True)
+    whole = (tmp_path / "run.kdtr").read_bytes()
     before = sorted(tmp_path.iterdir())
     for arguments, message in (
         (["missing.kdtr"], "missing.kdtr: No such file or directory"),
         (["text.kdtr"], "text.kdtr: "),
+        (["run.kdtr", "-o", "run.kdtr"], "run.kdtr is an input, and would be overwritten: name another output"),
+        (["run.kdtr", "-o", "hard.kdtr"], "hard.kdtr is an input, and would be overwritten"),
+        (["run.kdtr", "-o", "soft/run.kdtr"], "soft/run.kdtr is an input, and would be overwritten"),
         (["run.kdtr", "-o", "no/page.html"], "no/page.html: No such file or directory"),
     ):
         result = run_command(*arguments)
@@ -197,6 +214,21 @@ def test_report_says_in_one_line_what_is_wrong(run_command, tmp_path):
         assert result.stderr.startswith(f"Error: {message}")
         assert result.stderr.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "run.kdtr").read_bytes() == whole
+
+
+def test_a_page_of_what_utf_8_cannot_hold(run_command, tmp_path):
+    run = a_run()
+    settings = {"key \ud800": "value \udfff", "list": ["\ud800"]}
+    write_report(tmp_path / "page.html", replace(run, settings=settings), title="half \ud800")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    for shown in (r"half \ud800", r"key \ud800", r"value \udfff", r"[&quot;\ud800&quot;]"):
+        assert shown in page
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/r\xff.kdtr")
+    save_run(path, run.generation, run.prompts)
+    result = run_command(path, "-o", "named.html")
+    assert result.exit_code == 0, result.output
+    assert "<title>r�</title>" in (tmp_path / "named.html").read_text(encoding="utf-8")
 
 
 # in a browser
@@ -378,7 +410,36 @@ def test_a_thousand_rounds_of_512_nodes_open_at_once(show):
     assert page.locator("#tree .node").count() == 513
     click = "document.getElementById('next').click()"
     assert page.evaluate(f"() => {{ const t = performance.now(); {click}; return performance.now() - t; }}") < 400
-    assert page.locator("#shown-count").inner_text() == "512 of 512"
+    assert page.locator("#shown-count").inner_text() == "511 of 511"  # the root is no drafted node
+
+
+@in_browser
+def test_a_tree_of_the_default_budget_is_shown_whole_and_smaller_where_it_is_high(show):
+    page = show(large_run(rounds=1, nodes=65), width=950, height=900)
+    assert page.locator("#shown-count").inner_text() == "64 of 64"
+    shown, most = (page.locator("#shown").get_attribute(name) for name in ("value", "max"))
+    assert page.locator("#shown").input_value() == most == "64", shown
+    assert page.locator("#tree svg.dense").count() == 1
+    view, drawn = (page.locator(name).bounding_box() for name in ("#tree", "#tree svg"))
+    assert drawn["height"] < 1.7 * view["height"]
+    assert drawn["width"] <= view["width"]
+    page.set_viewport_size({"width": 1700, "height": 900})  # columns spread over the room there is
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.evaluate("document.querySelector('#tree svg').clientWidth") > drawn["width"] + 50
+
+
+@in_browser
+def test_tokens_by_round_have_an_axis(show):
+    run = a_run()
+    page = show(run)
+    lengths = run.generation.tokens_per_round[0]
+    assert page.locator("#strip-most").inner_text() == str(lengths.max())
+    assert page.locator("#strip-first").inner_text() == "1"
+    assert page.locator("#strip-last").inner_text() == str(len(lengths))
+    heights = page.evaluate(
+        "[...document.querySelectorAll('#strip rect')].map((r) => Number(r.getAttribute('height')))"
+    )
+    assert heights == lengths.tolist()
 
 
 @in_browser

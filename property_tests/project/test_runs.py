@@ -38,6 +38,7 @@ def saved(tmp_path):
 def assert_same(expected: Generation, got: Generation):
     assert got.finish_reasons == expected.finish_reasons
     assert got.seconds == expected.seconds
+    assert got.prompt_lens == expected.prompt_lens
     for name in ("tokens", "tokens_per_round"):
         a, b = getattr(expected, name), getattr(got, name)
         assert [x.tolist() for x in a] == [x.tolist() for x in b]
@@ -74,6 +75,7 @@ def test_what_is_read_is_what_was_generated(tmp_path_factory, run, with_vocabula
     save_run(path, generation, prompts, vocabulary=VOCABULARY if with_vocabulary else None)
     read = load_run(path)
     assert [x.tolist() for x in read.prompts] == [x.tolist() for x in prompts]
+    assert read.generation.prompt_lens == [len(prompt) for prompt in prompts]
     assert_same(generation, read.generation)
     assert (read.vocabulary is not None) == with_vocabulary
     expected, got = acceptance_table(generation), acceptance_table(read.generation)
@@ -195,12 +197,23 @@ def test_what_does_not_belong_together_is_not_written(tmp_path):
     path = tmp_path / "run.kdtr"
     with pytest.raises(ValueError, match=r"prompts must have one entry a request, 1, got 2"):
         save_run(path, generation, prompts * 2)
+    for other in (prompts[0][:5], np.append(prompts[0], 1), prompts[0][:0]):
+        with pytest.raises(ValueError, match=rf"prompts\[0\] must have the 12 tokens .*, got {len(other)}$"):
+            save_run(path, generation, [other])
     with pytest.raises(ValueError, match=r"generation: node_token_ids\[\d+\] must be in 0 … 1, got 2|token_ids"):
         save_run(path, generation, prompts, vocabulary=Vocabulary([b"a", b"b"]))
     with pytest.raises(TypeError, match="settings must be what JSON can hold: "):
         save_run(path, generation, prompts, settings={"x": np.zeros(2)})
     with pytest.raises(ValueError, match="settings must be what JSON can hold: "):
         save_run(path, generation, prompts, settings={"x": float("nan")})
+    nested: list[object] = []
+    for _ in range(5_000):
+        nested = [nested]
+    with pytest.raises(ValueError, match="settings must be what JSON can hold: maximum recursion depth exceeded"):
+        save_run(path, generation, prompts, settings={"x": nested})
+    for text in ({"x": "\ud800"}, {"\ud800": 1}, {"x": ["\udfff"]}):
+        with pytest.raises(ValueError, match=r"settings must be what JSON can hold: .*surrogates not allowed"):
+            save_run(path, generation, prompts, settings=text)
     cut = replace(generation, rounds=generation.rounds[:-1])
     with pytest.raises(ValueError, match=r"generation: new_offsets must end where the rounds of request 0 do, got 12"):
         save_run(path, cut, prompts)

@@ -1,16 +1,18 @@
 """Server logs: every form is read as its engine means it, and no bytes make the reader fail."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
 from io import BytesIO
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ddtree.analysis import figures, server_logs
@@ -47,6 +49,13 @@ LLAMA = (
 LLAMA_OLD = "draft acceptance rate = 0.57576 (  171 accepted /   297 generated)"
 LLAMA_NEW = "draft acceptance = 0.64479 (  167 accepted /   259 generated), mean len =  2.92"
 LLAMA_NEW_RATES = "     acc per pos = (0.805, 0.632, 0.483)"
+LLAMA_TIMES = (
+    "prompt eval time =     648.99 ms /   133 tokens (    4.88 ms per token,   204.94 tokens per second)\n"
+    "       eval time =   30387.12 ms /  2048 tokens (   14.84 ms per token,    67.40 tokens per second)\n"
+    "      total time =   31036.11 ms /  2181 tokens\n"
+)
+LLAMA_TIMED = LLAMA_TIMES + "draft acceptance rate = 0.98260 ( 1186 accepted /  1207 generated)"
+LLAMA_SIMPLE = "n_draft   = 16\nn_predict = 257\nn_drafted = 304\nn_accept  = 190\naccept    = 62.500%"
 
 
 def scrape(drafts, drafted, accepted, at, running=None, prefix="vllm", labels='engine="0"'):
@@ -86,6 +95,10 @@ EACH = {
     f"{LLAMA_NEW}\n{LLAMA_NEW_RATES}": ("llama.cpp", 87, 0, 167, 259, 1 + 167 / 87),
     LLAMA_NEW: ("llama.cpp", 87, 0, 167, 259, 1 + 167 / 87),
     LLAMA_OLD: ("llama.cpp", 0, None, 171, 297, None),
+    LLAMA_TIMED: ("llama.cpp", 861, 1, 1186, 1207, 1 + 1186 / 861),
+    # of a line that has its mean, that counts
+    LLAMA_TIMES + LLAMA: ("llama.cpp", 87, 0, 167, 259, 1 + 167 / 87),
+    LLAMA_SIMPLE: ("llama.cpp", 67, 0, 190, 304, 257 / 67),
     FIRST: ("vLLM", 0, None, 337, 498, None),
 }
 
@@ -108,7 +121,35 @@ def test_each_form_worked_by_hand(text, dress):
     for name, expected in zip(names, EACH[text], strict=True):
         assert window[name] == (pytest.approx(expected) if isinstance(expected, int | float) else expected), name
     assert log.files[0].damaged == 0
-    assert log.files[0].unknown == 2 + text.count("# TYPE") + text.count("_created")
+    others = ("# TYPE", "_created", " time = ", "n_draft ", "n_predict", "n_drafted", "accept  ")
+    assert log.files[0].unknown == 2 + sum(map(text.count, others)) - text.count("n_accept  ")
+
+
+def test_tokens_of_one_request_say_nothing_of_the_next():
+    log = read(LLAMA_TIMED, LLAMA_OLD, "x" * 1_100, LLAMA_OLD.replace("171", "170"))
+    assert column(log, "rounds") == [861, 0, 0]
+    # more accepted than there are tokens is another request's too
+    assert column(read(LLAMA_TIMES.replace("2048", "171") + LLAMA_OLD), "rounds") == [0]
+
+
+def test_draft_length_gives_rounds_where_nothing_else_does():
+    log = read(LLAMA_OLD, LLAMA_TIMED, LLAMA, draft_length=11)
+    assert column(log, "rounds") == [27, 861, 87]
+    assert column(log, "estimated") == [1, 1, 0]
+    assert column(log, "tau")[0] == pytest.approx(1 + 171 / 27)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 64, 200, 1 << 12])
+def test_lines_above_are_seen_wherever_a_block_ends(block_bytes):
+    lines = [LLAMA_TIMED, "anything", LLAMA_SIMPLE, LLAMA_TIMED]
+    log = read(*lines, block_bytes=block_bytes)
+    assert column(log, "rounds") == [861, 67, 861]
+    assert log.windows.records() == read(*lines).windows.records()
+
+
+def test_an_example_that_drafts_nothing_is_about_other_things():
+    counts = read("n_predict = 512", "n_accept  = 187", LLAMA_SIMPLE.replace("190", "305")).files[0]
+    assert (counts.recognised, counts.damaged) == (0, 1)
 
 
 def test_rates_by_position_are_unconditional_and_conditional():
@@ -232,6 +273,89 @@ def test_counters_of_several_engines_are_reset_one_by_one_and_summed():
     assert column(log, "tau") == [1 + 35 / 40]
 
 
+@st.composite
+def scrapes_of_counters(draw):
+    """Label sets and their counters (drafts, draft tokens, accepted tokens, accepted at 1, 2), in any order."""
+    engines = draw(st.integers(1, 3))
+    now: dict[int, tuple[int, ...]] = {}
+    events = []
+    for engine in draw(st.lists(st.integers(0, engines - 1), max_size=14)):
+        if draw(st.integers(0, 3)) == 0:
+            now.pop(engine, None)  # begins anew
+        drafts = draw(st.integers(0, 9))
+        first = draw(st.integers(0, drafts))
+        second = draw(st.integers(0, first))
+        added = (drafts, 2 * drafts, first + second, first, second)
+        now[engine] = tuple(map(sum, zip(now.get(engine, (1000 * engine,) * 5), added, strict=True)))
+        events.append((engine, now[engine]))
+    return events
+
+
+def counted(events):
+    """Totals of all windows: what is documented, in plain loops."""
+    scrapes: list[dict[int, tuple[int, ...]]] = [{}]
+    for engine, values in events:
+        if engine in scrapes[-1]:
+            scrapes.append({})
+        scrapes[-1][engine] = values
+    last: dict[int, tuple[int, ...]] = {}
+    totals = np.zeros(5)
+    for scrape in scrapes:
+        window = np.zeros(5)
+        for engine, values in scrape.items():
+            before = last.get(engine, (0,) * 5 if len(scrapes) == 1 else values)
+            fallen = any(a < b for a, b in zip(values, before, strict=True))
+            window += np.array(values) - (0 if fallen else np.array(before))
+            last[engine] = values
+        if window[1] > 0 and window[2] <= window[1]:
+            totals += window
+    return totals.tolist()
+
+
+@given(scrapes_of_counters(), st.integers(1, 400))
+def test_counters_in_any_order_with_gaps_and_resets_are_as_counted_by_hand(events, block_bytes):
+    labels = 'engine="{}",model_name="a}}\\"b"'
+    text = [scrape(v[0], v[1], v[2], v[3:], labels=labels.format(e)) for e, v in events]
+    log = read(*text, block_bytes=block_bytes)
+    sums = [log.windows.rounds.sum(), np.nansum(log.windows.drafted), log.windows.accepted.sum()]
+    at = np.zeros(2)
+    at[log.positions.position - 1] = log.positions.unconditional * log.positions.rounds
+    assert [*sums, *at] == pytest.approx(counted(events))
+
+
+def test_a_label_set_of_which_any_counter_has_fallen_is_reset_as_a_whole():
+    for first, second in (
+        ((1000, 3000, 1000, ()), (900, 2700, 1800, ())),
+        ((10, 30, 20, ()), (12, 36, 10, ())),
+        ((10, 30, 20, (10, 10, 0)), (40, 120, 60, (40, 12, 8))),  # the rates alone have not risen
+        ((10, 30, 20, (10, 6, 4)), (40, 120, 60, (40, 15, 3))),
+    ):
+        log = read(scrape(*first), scrape(*second))
+        drafts, drafted, accepted, at = second
+        fallen = any(a > b for a, b in zip((*first[:3], *first[3]), (*second[:3], *at), strict=True))
+        before = (0, 0, 0) if fallen else first
+        assert column(log, "rounds") == [drafts - before[0]]
+        assert column(log, "drafted") == [drafted - before[1]]
+        assert column(log, "accepted") == [accepted - before[2]]
+
+
+def test_a_damaged_counter_waits_for_the_next_scrape_that_has_it():
+    for damage in ("110.0x", "", "9" * 400, "1.1.0", "110.0 12 13"):
+        log = read(
+            scrape(100, 300, 150, (90, 40, 20)),
+            scrape(110, 330, 170, (98, 47, 25)).replace("110.0", damage),
+            scrape(120, 360, 190, (106, 54, 30)),
+        )
+        assert log.files[0].damaged == 1
+        assert [*column(log, "rounds"), *column(log, "drafted"), *column(log, "accepted")] == [20, 60, 40]
+
+
+def test_a_scrape_that_contradicts_itself_is_damaged():
+    log = read(scrape(100, 300, 150, ()), scrape(110, 310, 170, ()))
+    assert len(log.windows) == 0
+    assert log.files[0].damaged == 1
+
+
 def test_number_running_is_that_of_the_line_before_and_of_no_other():
     log = read(ENGINE.format(7), THIRD, THIRD, ENGINE.format(1), "other", THIRD, SGLANG.format(100, "2.00", "0.50"))
     assert column(log, "running") == [7.0, None, 1.0, 100.0]
@@ -251,14 +375,29 @@ def test_number_running_is_that_of_the_line_before_and_of_no_other():
         (["[23:59:50]", "[00:00:00]", "[00:00:10]"], [0, 10, 20]),
         (["[2026-02-28 23:59:50 TP0]", "[2026-03-01T00:00:00.5Z]", "2026-03-01 00:00:10,250"], [0, 10.5, 20.25]),
         (["0.00.500.000 I", "0.01.000.250 I", "12.00.000.000 I"], [0, 0.50025, 719.5]),
+        (["[23:59:59]", "[00:00:01]", "[23:59:59]", "[00:00:02]"], [0, 2, 0, 3]),
+        (["12-31 23:59:59", "01-01 00:00:01", "12-31 23:59:59", "01-01 00:00:02"], [0, 2, 0, 3]),
+        (["[18:00:00]", "[09:00:00]"], [0, 15 * 3600]),  # nobody was there overnight
         (["no stamp", "[2026-13-45 00:00:00]", "[2026-03-01 00:00:10]"], [None, None, 0]),
     ],
-    ids=["vLLM", "clock", "dates", "llama.cpp", "none"],
+    ids=["vLLM", "clock", "dates", "llama.cpp", "two processes", "two processes, dates", "night", "none"],
 )
 def test_time_stamps(stamps, seconds):
     """Seconds run on where a stamp without a year, or without a day, begins again."""
     log = read(*(f"{stamp} {THIRD}" for stamp in stamps))
     assert column(log, "seconds") == (seconds if None in seconds else pytest.approx(seconds))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20 * 3600), st.integers(0, 3600)), min_size=1, max_size=8),
+    st.sampled_from(["%H:%M:%S", "%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S"]),
+)
+def test_stamps_a_little_out_of_order_are_read_as_they_were(steps, form):
+    """Each stamp is up to an hour late, and the clock goes on for any time that is less than a day."""
+    begin = datetime(2028, 12, 30, 12)
+    at = np.cumsum([step for step, _ in steps]) + 3600 - np.array([late for _, late in steps])
+    log = read(*(f"[{(begin + timedelta(seconds=int(s))).strftime(form)}] {THIRD}" for s in at))
+    assert column(log, "seconds") == pytest.approx((at - at.min()).tolist())
 
 
 def test_lines_that_are_cut_or_contradict_themselves_are_damaged():
@@ -269,6 +408,10 @@ def test_lines_that_are_cut_or_contradict_themselves_are_damaged():
         THIRD.replace("Accepted: 337 tokens, Drafted: 498", "Accepted: 498 tokens, Drafted: 337"),
         SGLANG.format(2, "3.0", "0.68"),
         SGLANG.format(2, "0.05", "0.68"),  # the bonus is in it
+        SGLANG.format(2, "00.50", "0.68"),
+        LLAMA_OLD.replace("(  171", "(\n171"),
+        LLAMA_OLD.replace("/   297", "/\n297"),
+        LLAMA_NEW.replace("=  2.92", "=\n2.92").replace("167", "367"),
         LLAMA.replace("167 accepted", "267 accepted"),
         "draft acceptance = 0.64479 (  167 accepted /   25",
         "Speculative metrics: Draft acceptance rate: 0.642, System eff",
@@ -339,6 +482,9 @@ def state(log):
     return log.files, log.windows.records(), log.positions.records(), log.by_running.records(), log.alerts
 
 
+# figures that are left out, behind others or not
+@example(f"{LLAMA_OLD}\n{LLAMA_NEW_RATES}\n{LLAMA_NEW}\n{LLAMA_NEW}".replace("171", "1").encode(), 1)
+@example(f"{LLAMA_OLD}\n{LLAMA_NEW}".replace("(  ", "(\n").encode(), 1)
 @given(mangled_logs() | st.binary(max_size=200), st.integers(1, 300))
 def test_any_bytes_are_read_and_blocks_make_no_difference(data, block_bytes):
     whole = read_server_logs([("log", BytesIO(data))])
@@ -469,6 +615,39 @@ def test_plot_writes_single_files_and_compares(run, tmp_path):
     assert {"a.log, vLLM", "b.log, llama.cpp"} <= set(re.findall(r"\w\.log, [\w.]+", result.stdout))
 
 
+def test_plot_takes_what_does_not_end_like_a_file_for_a_folder(run, tmp_path):
+    (tmp_path / "a.log").write_text(LLAMA)
+    (tmp_path / "made.png").mkdir()
+    result = run("a.log", "-o", "fig_vllm.log/", "-o", "v1.2", "-o", "made.png")
+    assert result.exit_code == 0, result.output
+    for folder in ("fig_vllm.log", "v1.2", "made.png"):
+        assert (tmp_path / folder / "summary.json").is_file()
+
+
+def test_plot_writes_no_empty_figures(run, tmp_path):
+    (tmp_path / "a.log").write_text(LLAMA)
+    (tmp_path / "b.log").write_text(LLAMA_OLD)
+    result = run("a.log", "-o", "a")
+    names = ["by_position.png", "overview.png", "summary.json", "tau_over_time.png", "windows.csv"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == names
+    assert "Not drawn: by_running.png, as no line says how many requests ran" in result.stdout
+    result = run("b.log", "-o", "b")
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["summary.json", "windows.csv"]
+    assert "(see --draft-length)" in " ".join(result.stdout.split())
+
+
+def test_plot_overwrites_no_log(run, tmp_path):
+    (tmp_path / "log.csv").write_text(THIRD)
+    (tmp_path / "same.json").symlink_to(tmp_path / "log.csv")
+    for output in ("log.csv", "same.json", "../" + tmp_path.name + "/log.csv"):
+        result = run("log.csv", "-o", "figures", "-o", output)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"{output} is an input, and would be overwritten: name another output" in result.stderr
+    assert (tmp_path / "log.csv").read_text() == THIRD
+    assert not (tmp_path / "figures").exists()
+
+
 def test_plot_takes_names_as_they_are(run, tmp_path):
     (tmp_path / "[").mkdir()
     (tmp_path / "[/bold].log").write_text(THIRD)
@@ -476,6 +655,26 @@ def test_plot_takes_names_as_they_are(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert "[/bold].log: 1 lines, 1 with figures" in result.stdout
     assert (tmp_path / "[red].png").exists()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_plot_takes_names_that_are_no_text(tmp_path, encoding):
+    """In another process, whose arguments are bytes."""
+    folder = os.fsencode(tmp_path / "fig") + b"\xff"
+    with open(os.fsencode(tmp_path / "x") + b"\xff.log", "w") as file:
+        file.write(THIRD)
+    done = subprocess.run(
+        [sys.executable, "-m", "ddtree", "plot", b"x\xff.log", b"x\xff.log", "-o", b"fig\xff", "-o", b"\xff.png"],
+        capture_output=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": f"{encoding}:strict", "COLUMNS": "200"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    shown = "x�.log" if encoding == "utf-8" else "x?.log"
+    assert f"{shown}: 1 lines, 1 with figures" in done.stdout.decode()
+    assert sorted(os.listdir(folder))[-2:] == [b"tau_over_time.png", b"windows.csv"]
+    with open(folder + b"/summary.json", encoding="utf-8") as file:
+        assert json.load(file)["files"][0]["name"] == "x�.log"
 
 
 def test_plot_reads_a_pipe(run):
@@ -495,19 +694,29 @@ def test_plot_of_a_pipe_of_another_process(tmp_path):
     [
         (["missing.log"], "missing.log: No such file"),
         (["empty.log"], "empty.log is empty"),
+        (
+            ["wide.log"],
+            "about speculative decoding; it is UTF-16, and must be UTF-8",
+        ),
         (["other.log"], "other.log: no line of 2 is one of vLLM, SGLang or llama.cpp about speculative decoding"),
         (["cut.log"], "speculative decoding, and 1 begin like one but are damaged"),
         (["folder"], "folder is a folder without sweep.json: name the logs in it"),
         (["other.log", "swept"], "inputs must be of one kind, got log and sweep: plot them one after the other"),
         (["swept"], "swept/sweep.json: cells must be a list of rows"),
         (["swept", "-o", "tau.png"], "tau.png must be a folder: the figures of a sweep are several files"),
-        (["good.log", "-o", "tau.pdf"], "tau.pdf must be a folder, or a file ending in .png, .svg, .csv, .json"),
+        (
+            ["first.log", "-o", "tau.png"],
+            "tau.png: there is nothing to draw, no line says how many tokens a round gave;",
+        ),
+        (["good.log", "-o", "other.log"], "other.log cannot be written (File exists): choose another"),
         (["good.log", "-o", "good.log/x"], "good.log/x cannot be written (Not a directory): choose another"),
     ],
 )
 def test_plot_says_in_one_line_what_is_wrong(run, tmp_path, arguments, message):
     (tmp_path / "empty.log").write_text("")
+    (tmp_path / "wide.log").write_text(THIRD, "utf-16")
     (tmp_path / "good.log").write_text(THIRD)
+    (tmp_path / "first.log").write_text(LLAMA_OLD)
     (tmp_path / "other.log").write_text("one\ntwo\n")
     (tmp_path / "cut.log").write_text(THIRD[:60])
     (tmp_path / "folder").mkdir()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ddtree.analysis.loops import ends_in_loop
 from ddtree.analysis.rounds import round_table
 from ddtree.analysis.training import corpus, curves, evaluate
 from ddtree.analysis.training.corpus import Source
@@ -119,13 +120,13 @@ def test_prompts_are_distinct_and_of_held_out_files(tokenizer, monkeypatch):
 
 def test_loops_are_told_from_lines_that_are_alike():
     random_row = np.random.default_rng(0).integers(0, 2000, 64).astype(np.int32)
-    assert not evaluate.loops(random_row)
+    assert not ends_in_loop(random_row)
     for period in (1, 7, 24):
-        assert evaluate.loops(np.concatenate([random_row[: 24 - period], np.resize(np.arange(period), 40 + period)]))
-    assert not evaluate.loops(np.concatenate([random_row[:20], np.resize(np.arange(25), 44)]))
+        assert ends_in_loop(np.concatenate([random_row[: 24 - period], np.resize(np.arange(period), 40 + period)]))
+    assert not ends_in_loop(np.concatenate([random_row[:20], np.resize(np.arange(25), 44)]))
     almost = np.zeros(64, np.int32)
     almost[50] = 1
-    assert not evaluate.loops(almost)
+    assert not ends_in_loop(almost)
 
 
 def test_limit_cuts_the_last_round_of_each_prompt():
