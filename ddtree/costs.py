@@ -116,12 +116,6 @@ class CostModel:
                     f"{name} must be within what was measured, {known[0]} … {known[-1]}, "
                     f"got {values[outside].flat[0]:g}: measure there, or pass clamp=True"
                 )
-        try:
-            np.broadcast_shapes(n.shape, c.shape)
-        except ValueError:
-            raise ValueError(
-                f"nodes and context must have shapes that broadcast, got {n.shape} and {c.shape}"
-            ) from None
         low, weight = self.place(c)
         at = np.interp(n, self.nodes, np.arange(len(self.nodes)))
         left = np.minimum(at.astype(np.int64), max(0, len(self.nodes) - 2))

@@ -30,16 +30,17 @@ def token_row(name: str, tokens: Any, vocab_size: int | None = None) -> NDArray[
     ValueError, TypeError
         Another shape, another type, or an id outside the vocabulary, named with its place.
     """
-    if isinstance(tokens, list | tuple):
-        for i, token in enumerate(tokens):
-            if isinstance(token, bool | list | tuple):
-                raise TypeError(f"{name}[{i}] must be a token id, got {type(token).__name__}")
-    row = np.frombuffer(tokens, np.uint8) if isinstance(tokens, bytes | bytearray) else np.asarray(tokens)
+    try:
+        row = np.frombuffer(tokens, np.uint8) if isinstance(tokens, bytes | bytearray) else np.asarray(tokens)
+    except ValueError:
+        raise ValueError(f"{name} must have shape (n,), got sequences of several lengths") from None
     if row.ndim != 1:
         hint = "; put a single sequence in a list" if row.ndim == 0 else ""
         raise ValueError(f"{name} must have shape (n,), got {row.shape}{hint}")
     if row.size and row.dtype.kind not in "iu":
         raise TypeError(f"{name} must hold integer token ids, got {row.dtype}")
+    if isinstance(tokens, list | tuple) and any(isinstance(token, bool) for token in tokens):
+        raise TypeError(f"{name} must hold integer token ids, got a truth value among them")
     highest = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
     outside = np.flatnonzero((row < 0) | (row > highest))
     if outside.size:

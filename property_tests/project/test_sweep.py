@@ -451,8 +451,8 @@ def test_prompts_are_read_as_text_and_as_lines(tmp_path):
         ('{"token_ids": "abc"}', r"p.jsonl:1: token_ids must be a list of token ids, got str"),
         ('{"prompt": [1, 2]}', r"p.jsonl:1: prompt must be a string, got list"),
         ('{"prompt": null}', r"p.jsonl:1: prompt must be a string, got NoneType"),
-        ("[1, true]", r"p.jsonl:1: token_ids\[1\] must be a token id, got bool"),
-        ("[1, [2, 3]]", r"p.jsonl:1: token_ids\[1\] must be a token id, got list"),
+        ("[1, true]", r"p.jsonl:1: token_ids must hold integer token ids, got a truth value among them"),
+        ("[1, [2, 3]]", r"p.jsonl:1: token_ids must have shape \(n,\), got sequences of several lengths"),
         ("3", r"p.jsonl:1: prompt must be a string or a list of token ids, got int"),
         ('{"text": "x"}', r"p.jsonl:1: must have prompt or token_ids, one of them, got \['text'\]"),
         (
