@@ -101,7 +101,9 @@ def verify_attention(q, kv_cache, page_table, prefix_lens, tree, *, scale, kv_lo
         mask = torch.ones((n, prefix + n), dtype=torch.bool)
         mask[:, prefix:] = tree.visibility[b, :n, :n]
         weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
-        out[b, :n] = torch.einsum("nhs,sc->nhc", weights, keys[:, :kv_lora_rank]).to(q.dtype)
+        # a weight of 0 times NaN is NaN: what a node does not see is 0 for it
+        values = keys[:, :kv_lora_rank].masked_fill(~mask[..., None], 0)  # (n, rows, C)
+        out[b, :n] = torch.einsum("nhs,nsc->nhc", weights, values).to(q.dtype)
     return out
 
 
