@@ -65,7 +65,7 @@ def test_suite_runs_every_law_on_them(kind: str, tmp_path: Path) -> None:
     for op in OPS:
         assert re.search(rf"^{re.escape(backend)}  {op}: of \d+ laws \d+ hold[;,]", output, re.M), output
     carried = "engine" if kind == "torch" else "model"
-    assert re.search(rf"^{re.escape(backend)}  {carried}: of 2 laws 2 hold", output, re.M), output
+    assert re.search(rf"^{re.escape(backend)}  {carried}: of (\d+) laws \1 hold", output, re.M), output
 
 
 def test_suite_finds_a_fault_and_its_case_is_replayed_until_it_is_mended(kind: str, tmp_path: Path) -> None:
