@@ -40,8 +40,26 @@ NEARLY_ONE = 1.05
 EXACT_RUNNING = 64  # numbers running up to here have a row each, beyond it powers of two
 
 
+class _LogTable:
+    """Equally long columns, one of them ``source``, that can be read by rows."""
+
+    source: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def records(self) -> list[dict[str, Any]]:
+        """One dict of plain values a row, the source by name and rates by position as columns; None for NaN."""
+        columns = self._columns()
+        rows = zip(*(np.asarray(column).tolist() for column in columns.values()), strict=True)
+        return [{name: None if v != v else v for name, v in zip(columns, row, strict=True)} for row in rows]
+
+    def _columns(self) -> dict[str, Any]:
+        return dict(vars(self)) | {"source": np.array(SOURCES, object)[self.source]}
+
+
 @dataclass(frozen=True, eq=False)
-class WindowTable:
+class WindowTable(_LogTable):
     """What was read, a row a window: a printed line, or the difference of two sums.
 
     Where a log has more windows than are kept, neighbours are added up, and ``lines`` says how many.
@@ -90,21 +108,14 @@ class WindowTable:
     tau: Floats
     position_rates: Floats
 
-    def __len__(self) -> int:
-        return len(self.tau)
-
-    def records(self) -> list[dict[str, Any]]:
-        """One dict of plain values a row, the source by name and the rates as columns; None for NaN."""
-        names = ("file", "source", "line", "lines", "seconds", "running", "rounds", "estimated", "accepted", "drafted")
-        columns: dict[str, Any] = {name: getattr(self, name) for name in (*names, "acceptance", "tau")}
-        columns["source"] = np.array(SOURCES, object)[self.source]
-        for i, rates in enumerate(self.position_rates.T, start=1):
-            columns[f"position_{i}"] = rates
-        return _records(columns)
+    def _columns(self) -> dict[str, Any]:
+        columns = super()._columns()
+        rates = columns.pop("position_rates")
+        return columns | {f"position_{i}": column for i, column in enumerate(rates.T, start=1)}
 
 
 @dataclass(frozen=True, eq=False)
-class SourceTable:
+class SourceTable(_LogTable):
     """One row for each file and each source that was found in it.
 
     Attributes
@@ -136,17 +147,9 @@ class SourceTable:
     high: Floats
     seconds: Floats
 
-    def __len__(self) -> int:
-        return len(self.tau)
-
-    def records(self) -> list[dict[str, Any]]:
-        """One dict of plain values a row, the source by name; None for NaN."""
-        columns = dict(vars(self)) | {"source": np.array(SOURCES, object)[self.source]}
-        return _records(columns)
-
 
 @dataclass(frozen=True, eq=False)
-class PositionTable:
+class PositionTable(_LogTable):
     """Acceptance by position in the draft, of windows that say it.
 
     Attributes
@@ -170,17 +173,9 @@ class PositionTable:
     unconditional: Floats
     conditional: Floats
 
-    def __len__(self) -> int:
-        return len(self.position)
-
-    def records(self) -> list[dict[str, Any]]:
-        """One dict of plain values a row, the source by name; None for NaN."""
-        columns = dict(vars(self)) | {"source": np.array(SOURCES, object)[self.source]}
-        return _records(columns)
-
 
 @dataclass(frozen=True, eq=False)
-class RunningTable:
+class RunningTable(_LogTable):
     """τ by the number of requests running, of windows that say both.
 
     Attributes
@@ -202,14 +197,6 @@ class RunningTable:
     windows: NDArray[np.int64]
     rounds: Floats
     tau: Floats
-
-    def __len__(self) -> int:
-        return len(self.tau)
-
-    def records(self) -> list[dict[str, Any]]:
-        """One dict of plain values a row, the source by name; None for NaN."""
-        columns = dict(vars(self)) | {"source": np.array(SOURCES, object)[self.source]}
-        return _records(columns)
 
 
 class Alert(NamedTuple):
@@ -621,8 +608,3 @@ def _running_table(running: dict[tuple[int, int, int], Floats]) -> RunningTable:
         rounds=sums[:, 1],
         tau=_ratio(sums[:, 2], sums[:, 1]),
     )
-
-
-def _records(columns: dict[str, Any]) -> list[dict[str, Any]]:
-    rows = zip(*(np.asarray(column).tolist() for column in columns.values()), strict=True)
-    return [{name: None if v != v else v for name, v in zip(columns, row, strict=True)} for row in rows]
