@@ -87,11 +87,12 @@ def load(path, **options):
 # What loads
 
 
-class Watched(Mapping):
+class Watched(Mapping[str, Any]):
     """Weights of which each is made when it is read; knows how often that was, and the most bytes at a time."""
 
     def __init__(self, weights):
-        self.weights, self.reads, self.alive, self.most = weights, Counter(), 0, 0
+        self.reads: Counter[str] = Counter()
+        self.weights, self.alive, self.most = weights, 0, 0
 
     def __getitem__(self, name):
         tensor = self.weights[name].copy()
