@@ -210,6 +210,11 @@ class RoundLoops:
     def __len__(self) -> int:
         return len(self._loops)
 
+    @property
+    def all(self) -> list[RoundLoop]:
+        """Every loop."""
+        return list(self._loops.values())
+
     def find(self, key: LoopKey, pages: Pages) -> RoundLoop | None:
         """The loop of ``key``, if there is one with room for all of ``pages``; a smaller one is let go of."""
         found = self._loops.pop(key, None)
