@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
@@ -70,7 +71,7 @@ def test_tokens_are_those_of_the_host(cupy: ModuleType, kind: str, max_batch: in
         actual = engine.generate(prompts(7), 30, ends, mode=mode, temperature=temperature)
         assert_tokens(actual, expected(7, 30, ends, temperature))
     if kind == "oracle":
-        assert actual.tau is not None and actual.tau > 4
+        assert (actual.tau or 0) > 4
 
 
 def test_rounds_are_those_of_the_host(cupy: ModuleType) -> None:
@@ -95,8 +96,7 @@ def test_prompts_in_pieces(cupy: ModuleType, prefill_chunk: int) -> None:
 
 
 def test_a_round_waits_for_nothing_and_keeps_to_the_callers_stream(cupy: ModuleType) -> None:
-    from cupyx import allow_synchronize
-
+    allow_synchronize = importlib.import_module("cupyx").allow_synchronize
     wanted = expected(2, 40)
     engine = Engine(model("cupy"), OracleDrafter(wanted.tokens, VOCABULARY), depth=3, budget=6)
     engine.generate(prompts(2), 40)
@@ -179,7 +179,7 @@ def test_no_room_on_the_device_is_said_and_the_engine_goes_on(cupy: ModuleType) 
 
 @pytest.mark.parametrize("byte", [0xFF, 0x5A])
 def test_guard_draft_is_the_references(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
-    from ddtree.kernels.cupy import guard_draft
+    guard_draft = importlib.import_module("ddtree.kernels.cupy.guard_draft").guard_draft
 
     poison_outputs(monkeypatch, ["guard_draft"], byte)
     rng = np.random.default_rng(byte)
@@ -199,7 +199,7 @@ def test_guard_draft_is_the_references(cupy: ModuleType, monkeypatch: pytest.Mon
 
 
 def test_commit_round_is_the_references(cupy: ModuleType) -> None:
-    from ddtree.kernels.cupy import commit_round
+    commit_round = importlib.import_module("ddtree.kernels.cupy.commit_round").commit_round
 
     rng = np.random.default_rng(0)
     for _ in range(200):
