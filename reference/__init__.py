@@ -12,6 +12,8 @@ from ddtree.reference.find_draft_fault import find_draft_fault
 from ddtree.reference.find_tree_fault import find_tree_fault
 from ddtree.reference.mla import mla
 from ddtree.reference.moe_experts import moe_experts
+from ddtree.reference.ngram_draft import ngram_draft
+from ddtree.reference.oracle_draft import oracle_draft
 from ddtree.reference.rms_norm import rms_norm
 from ddtree.reference.rope import (
     deinterleave,
@@ -38,6 +40,8 @@ __all__ = [
     "find_tree_fault",
     "mla",
     "moe_experts",
+    "ngram_draft",
+    "oracle_draft",
     "rms_norm",
     "rope_cos_sin",
     "rope_frequencies",

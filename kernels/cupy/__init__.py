@@ -17,6 +17,8 @@ __all__ = [
     "compact_cache",
     "linear",
     "moe_experts",
+    "ngram_draft",
+    "oracle_draft",
     "rms_norm",
     "rope",
     "route_experts",

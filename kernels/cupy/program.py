@@ -39,6 +39,8 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "compact_cache": (),
     "linear": (),
     "moe_experts": (),
+    "ngram_draft": ("--fmad=false",),
+    "oracle_draft": (),
     "rms_norm": (),
     "rope": (),
     "route_experts": (),
