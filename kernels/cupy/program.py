@@ -156,7 +156,7 @@ def _launch_early(
         attributes=ctypes.pointer(attribute),
         count=1,
     )
-    values = [np.asarray(np.uintp(a.data.ptr) if hasattr(a, "data") and a.shape else a) for a in arguments]
+    values = [np.asarray(a if isinstance(a, np.generic) else np.uintp(a.data.ptr)) for a in arguments]
     pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
     status = _driver().cuLaunchKernelEx(ctypes.byref(launch), ctypes.c_void_p(function.kernel.ptr), pointers, None)
     if status != 0:
