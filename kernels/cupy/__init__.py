@@ -15,6 +15,7 @@ __all__ = [
     "build_tree",
     "choose_tokens",
     "compact_cache",
+    "head_linear",
     "linear",
     "moe_experts",
     "rms_norm",
