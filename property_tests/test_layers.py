@@ -386,11 +386,11 @@ def test_rope(dtype, data, tree, seed, C, half, heads):
     q, queries = normal(seed, B, N, heads, C + R), normal(seed + 1, B, N, heads, P + R)
     latents, keys, gain = normal(seed + 2, B, N, C), normal(seed + 3, B, N, R), normal(seed + 4, C)
     narrow, wide = in_dtype(dtype, q, queries, latents, keys, gain)
-    where = cache.page_table, cache.prefix_lens, tree
+    table, prefix = cache.page_table, cache.prefix_lens
     options: dict[str, Any] = {"frequencies": reference.rope_frequencies(R, 1e4), "attention_factor": 1.2, "eps": 1e-6}
     rows, expected_rows = cache.data[0].copy(), cache.data[0].astype(np.float64)
-    layers.rope(narrow[0], rows, *narrow[1:4], *where, gain=narrow[4], **options)
-    rope_of_reference(wide[0], expected_rows, *wide[1:4], *where, gain=wide[4], **options)
+    layers.rope(narrow[0], rows, narrow[1], narrow[2], narrow[3], table, prefix, tree, gain=narrow[4], **options)
+    rope_of_reference(wide[0], expected_rows, wide[1], wide[2], wide[3], table, prefix, tree, gain=wide[4], **options)
     assert_close(narrow[0], wide[0], row=("layers", dtype), scale=3 * max(1.0, np.abs(queries).max(initial=0.0)))
     written = ~np.isnan(expected_rows)
     assert_same(~np.isnan(rows), written, "which cache elements are numbers")
