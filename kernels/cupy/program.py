@@ -34,6 +34,8 @@ ADDED_BY_CUPY = ("-ftz=true",)
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "accept_tree": (),
+    "append_context": (),
+    "block_attention": (),
     "build_tree": (),
     "choose_tokens": ("--fmad=false",),
     "compact_cache": (),
