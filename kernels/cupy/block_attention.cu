@@ -102,6 +102,7 @@ __device__ __forceinline__ void attend(
     const double* __restrict__ frequencies, double eps, double scale, int32 size, int32 H, int32 E, int32 W,
     T* __restrict__ mixed)
 {
+    wait_for_earlier();
     using X = Wide<T>;
     extern __shared__ double dynamic[];
     __shared__ X greatest[WARPS][QUERIES], totals[WARPS][QUERIES];

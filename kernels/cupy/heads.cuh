@@ -33,7 +33,7 @@ __device__ __forceinline__ void place_head(
 {
     Wide<T> squares = 0;
     for (int32 e = lane; e < 2 * pairs; e += 32) squares += load(head + e) * load(head + e);
-    const Wide<T> scale = Wide<T>(1) / sqrt(warp_sum(squares) / Wide<T>(2 * pairs) + Wide<T>(eps));
+    const Wide<T> scale = scale_of(warp_sum(squares), 2 * pairs, eps);
     for (int32 p = lane; p < pairs; p += 32) {
         const Wide<T> x = load(head + p) * scale * load(gain + p);
         const Wide<T> y = load(head + pairs + p) * scale * load(gain + pairs + p);
