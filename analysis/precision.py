@@ -194,7 +194,8 @@ def _relative_errors(narrow: Any, wide: Any) -> NDArray[np.float64]:
     length = np.linalg.norm(other, axis=-1)
     difference = np.linalg.norm(one - other, axis=-1)
     errors: NDArray[np.float64] = np.where(difference > 0, np.inf, 0.0)
-    return np.divide(difference, length, out=errors, where=length > 0)
+    np.divide(difference, length, out=errors, where=length > 0)
+    return errors
 
 
 def _differences(
