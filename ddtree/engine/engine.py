@@ -6,7 +6,7 @@ Letters: B requests running, L draft depth limit, K candidates a depth, N = 1 + 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
