@@ -52,29 +52,32 @@ template <typename W> __device__ __forceinline__ void prefetch_rows(const W* row
         asm volatile("prefetch.global.L2 [%0];" ::"l"(bytes + at));
 }
 
-// N columns a load; of 0, by tensor cores.
+// N columns a load; of 0, by tensor cores, with RING_ROWS rows through the ring, which takes no gain.
 template <int32 TOKENS, int32 ROWS, int32 N, bool GATED, typename X, typename W>
 __device__ __forceinline__ void multiply(const Product<X, W>& p)
 {
+    constexpr int32 OUTPUTS = GATED ? ROWS / 2 : ROWS;
     const int32 tiles = (p.M + TOKENS - 1) / TOKENS, first = int32(blockIdx.x) % tiles * TOKENS, h = blockIdx.y;
+    const int32 tokens = min(TOKENS, p.M - first), block = blockIdx.x / tiles, rows = min(OUTPUTS, p.O - block * OUTPUTS);
     const X* x = p.x + h * p.x_head + first * p.x_stride;
     const W* weights = p.weights + int64(h) * (GATED ? 2 : 1) * p.O * p.D;
     const Store<GATED, X> store{p.y, p.residual, h * p.y_head + first * p.y_stride, p.y_stride, p.wide != 0};
     const auto input = [&](int32 t) { return x + t * p.x_stride; };
-    const int32 tokens = min(TOKENS, p.M - first), block = blockIdx.x / tiles;
-    constexpr int32 OUTPUTS = GATED ? ROWS / 2 : ROWS;
-    const int32 rows = min(OUTPUTS, p.O - block * OUTPUTS);
-    prefetch_rows(weights + int64(block) * OUTPUTS * p.D, rows, p.D);
-    if (GATED) prefetch_rows(weights + (int64(block) * OUTPUTS + p.O) * p.D, rows, p.D);
+    if constexpr (ROWS < RING_ROWS) {
+        prefetch_rows(weights + int64(block) * OUTPUTS * p.D, rows, p.D);
+        if (GATED) prefetch_rows(weights + (int64(block) * OUTPUTS + p.O) * p.D, rows, p.D);
+    }
     wait_for_earlier();
     if constexpr (N > 0)
         multiply_by_fma<TOKENS, ROWS, N, GATED>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
-    else
+    else if constexpr (ROWS < RING_ROWS)
         multiply_by_mma<TOKENS, ROWS, GATED>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
+    else
+        multiply_by_ring<TOKENS, GATED>(weights, p.O, p.D, tokens, block, input, store);
 }
 
-#define MULTIPLY(name, X, W, TOKENS, ROWS, N, GATED)                                                                   \
-    extern "C" __global__ void __launch_bounds__(32 * MOST_PARTS, 1)                                                    \
+#define MULTIPLY(name, X, W, THREADS, BLOCKS, TOKENS, ROWS, N, GATED)                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
         name(const X* x, const W* weights, const X* gain, const void* residual, void* y, int32 M, int32 D, int32 O,    \
              int64 x_stride, int64 x_head, int64 y_stride, int64 y_head, double eps, int32 wide)                       \
     {                                                                                                                  \
@@ -82,51 +85,64 @@ __device__ __forceinline__ void multiply(const Product<X, W>& p)
             x, weights, gain, residual, y, M, D, O, x_stride, x_head, y_stride, y_head, eps, wide});                   \
     }
 
-#define ANY(suffix, X, W)                                                                                              \
-    MULTIPLY(linear_any_##suffix, X, W, 8, 4, 1, false)                                                                \
-    MULTIPLY(gated_any_##suffix, X, W, 8, 4, 1, true)
+#define BY_FMA(kind, suffix, X, W, BLOCKS, TOKENS, ROWS, N, GATED)                                                     \
+    MULTIPLY(kind##_##TOKENS##_##suffix, X, W, 32 * FMA_PARTS, BLOCKS, TOKENS, ROWS, N, GATED)
 
 #define FEW(kind, suffix, X, W, N, GATED)                                                                              \
-    MULTIPLY(kind##_1_##suffix, X, W, 1, 4, N, GATED)                                                                  \
-    MULTIPLY(kind##_2_##suffix, X, W, 2, 4, N, GATED)                                                                  \
-    MULTIPLY(kind##_4_##suffix, X, W, 4, 4, N, GATED)
+    BY_FMA(kind, suffix, X, W, 6, 1, 4, N, GATED)                                                                      \
+    BY_FMA(kind, suffix, X, W, 5, 2, 4, N, GATED)                                                                      \
+    BY_FMA(kind, suffix, X, W, 4, 4, 4, N, GATED)
+
+#define ANY(suffix, X, W)                                                                                              \
+    MULTIPLY(linear_any_##suffix, X, W, 32 * FMA_PARTS, 3, 8, 4, 1, false)                                             \
+    MULTIPLY(gated_any_##suffix, X, W, 32 * FMA_PARTS, 3, 8, 4, 1, true)
 
 ANY(f16, __half, __half)
 ANY(bf16, __nv_bfloat16, __nv_bfloat16)
 ANY(f32, float, float)
 ANY(f64, double, double)
-MULTIPLY(linear_any_bf16_f32, __nv_bfloat16, float, 8, 4, 1, false)
+MULTIPLY(linear_any_bf16_f32, __nv_bfloat16, float, 32 * FMA_PARTS, 3, 8, 4, 1, false)
 FEW(linear, f32, float, float, 4, false)
-MULTIPLY(linear_8_f32, float, float, 8, 8, 4, false)
+BY_FMA(linear, f32, float, float, 3, 8, 8, 4, false)
 FEW(gated, f32, float, float, 4, true)
-MULTIPLY(gated_8_f32, float, float, 8, 8, 4, true)
+BY_FMA(gated, f32, float, float, 3, 8, 8, 4, true)
 FEW(linear, f64, double, double, 2, false)
-MULTIPLY(linear_8_f64, double, double, 8, 4, 2, false)
+BY_FMA(linear, f64, double, double, 2, 8, 4, 2, false)
 FEW(gated, f64, double, double, 2, true)
-MULTIPLY(gated_8_f64, double, double, 8, 4, 2, true)
+BY_FMA(gated, f64, double, double, 2, 8, 4, 2, true)
 FEW(linear, bf16_f32, __nv_bfloat16, float, 4, false)
-MULTIPLY(linear_8_bf16_f32, __nv_bfloat16, float, 8, 4, 4, false)
+BY_FMA(linear, bf16_f32, __nv_bfloat16, float, 3, 8, 4, 4, false)
 
 #define BY_MMA(kind, suffix, T, GATED)                                                                                 \
-    MULTIPLY(kind##_8_##suffix, T, T, 8, 16, 0, GATED)                                                                 \
-    MULTIPLY(kind##_32_##suffix, T, T, 32, 32, 0, GATED)                                                               \
-    MULTIPLY(kind##_72_##suffix, T, T, 72, 32, 0, GATED)
+    MULTIPLY(kind##_8_##suffix, T, T, 32 * MMA_PARTS, 3, 8, 16, 0, GATED)                                              \
+    MULTIPLY(kind##_32_##suffix, T, T, 32 * MMA_PARTS, 2, 32, 16, 0, GATED)                                            \
+    MULTIPLY(kind##_ring_8_##suffix, T, T, RING_THREADS, 4, 8, RING_ROWS, 0, GATED)                                    \
+    MULTIPLY(kind##_ring_32_##suffix, T, T, RING_THREADS, 4, 32, RING_ROWS, 0, GATED)                                  \
+    MULTIPLY(kind##_ring_72_##suffix, T, T, RING_THREADS, 3, 72, RING_ROWS, 0, GATED)
 
 DDTREE_SHARED(linear_8_f16, mma_bytes(8, 16));
-DDTREE_SHARED(linear_32_f16, mma_bytes(32, 32));
-DDTREE_SHARED(linear_72_f16, mma_bytes(72, 32));
-DDTREE_SHARED(gated_8_f16, mma_bytes(8, 16));
-DDTREE_SHARED(gated_32_f16, mma_bytes(32, 32));
-DDTREE_SHARED(gated_72_f16, mma_bytes(72, 32));
+DDTREE_SHARED(linear_32_f16, mma_bytes(32, 16));
+DDTREE_SHARED(linear_ring_8_f16, ring_bytes(8));
+DDTREE_SHARED(linear_ring_32_f16, ring_bytes(32));
+DDTREE_SHARED(linear_ring_72_f16, ring_bytes(72));
 BY_MMA(linear, f16, __half, false)
+DDTREE_SHARED(gated_8_f16, mma_bytes(8, 16));
+DDTREE_SHARED(gated_32_f16, mma_bytes(32, 16));
+DDTREE_SHARED(gated_ring_8_f16, ring_bytes(8));
+DDTREE_SHARED(gated_ring_32_f16, ring_bytes(32));
+DDTREE_SHARED(gated_ring_72_f16, ring_bytes(72));
 BY_MMA(gated, f16, __half, true)
 DDTREE_SHARED(linear_8_bf16, mma_bytes(8, 16));
-DDTREE_SHARED(linear_32_bf16, mma_bytes(32, 32));
-DDTREE_SHARED(linear_72_bf16, mma_bytes(72, 32));
-DDTREE_SHARED(gated_8_bf16, mma_bytes(8, 16));
-DDTREE_SHARED(gated_32_bf16, mma_bytes(32, 32));
-DDTREE_SHARED(gated_72_bf16, mma_bytes(72, 32));
+DDTREE_SHARED(linear_32_bf16, mma_bytes(32, 16));
+DDTREE_SHARED(linear_ring_8_bf16, ring_bytes(8));
+DDTREE_SHARED(linear_ring_32_bf16, ring_bytes(32));
+DDTREE_SHARED(linear_ring_72_bf16, ring_bytes(72));
 BY_MMA(linear, bf16, __nv_bfloat16, false)
+DDTREE_SHARED(gated_8_bf16, mma_bytes(8, 16));
+DDTREE_SHARED(gated_32_bf16, mma_bytes(32, 16));
+DDTREE_SHARED(gated_ring_8_bf16, ring_bytes(8));
+DDTREE_SHARED(gated_ring_32_bf16, ring_bytes(32));
+DDTREE_SHARED(gated_ring_72_bf16, ring_bytes(72));
 BY_MMA(gated, bf16, __nv_bfloat16, true)
 
 constexpr int32 PRODUCT_THREADS = 256;
