@@ -16,7 +16,7 @@ import numpy as np
 from ddtree.arrays import array_kind, array_namespace, dtype_name, import_array, to_numpy
 from ddtree.backends import get_backend, serving
 from ddtree.model.config import ModelConfig
-from ddtree.model.layers import RowsOfPass
+from ddtree.model.layers import RowsOfPass, rms_norm
 from ddtree.protocols import KVCache, TargetOutput
 from ddtree.threads import SMALL, small_products_on_one_thread
 from ddtree.trees import DraftTree
@@ -199,7 +199,8 @@ class DeepseekV3:
         Returns
         -------
         TargetOutput
-            ``logits`` (B, N, V) and ``hidden_states``, each (B, N, D), in the model's type; 0 in unused slots.
+            ``logits`` (B, N, V) and ``hidden_states``, each (B, N, D), in the model's type, but float32 logits of a
+            bfloat16 model. Unused slots, and the last one of a request that has none in use, hold anything finite.
 
         Raises
         ------
@@ -247,11 +248,14 @@ class DeepseekV3:
     def _mlp(self, h: Any, w: _Dense | _Experts, nodes: _Nodes) -> Any:
         """The (M, D) residual stream after a layer's feed-forward part."""
         c, ops = self.config, self._ops
-        norm = {"gain": w.norm, "eps": c.rms_norm_eps}
+        norm: dict[str, Any] = {"gain": w.norm, "eps": c.rms_norm_eps}
         if isinstance(w, _Dense):
             return ops.swiglu(h, w.gate_up, w.down, residual=h, **norm)
+        x = h
+        if not self.capturable:  # on the host a norm is a step of its own: one for both that read it
+            x, norm = rms_norm(h, w.norm, eps=c.rms_norm_eps), {}
         expert_ids, weights = ops.route_experts(
-            ops.linear(h, w.router, dtype=self._precise, **norm),
+            ops.linear(x, w.router, dtype=self._precise, **norm),
             w.bias,
             num_experts_per_tok=c.num_experts_per_tok,
             n_group=c.n_group,
@@ -260,7 +264,7 @@ class DeepseekV3:
             routed_scaling_factor=c.routed_scaling_factor,
             node_counts=nodes.counts,
         )
-        return ops.moe_experts(h, expert_ids, weights, w.gate_up, w.down, residual=h, shared=c.n_shared_experts, **norm)
+        return ops.moe_experts(x, expert_ids, weights, w.gate_up, w.down, residual=h, shared=c.n_shared_experts, **norm)
 
     def _place(self, tree: DraftTree, cache: KVCache, hidden_layers: tuple[int, ...]) -> _Nodes:
         """Check a pass's arguments and find where each of its nodes belongs."""
@@ -296,27 +300,29 @@ class DeepseekV3:
                 attention_factor=c.attention_factor,
             )
             return _Nodes((B, N), None, xp.maximum(tree.token_ids, 0).reshape(-1), tree.node_counts, rope)
-        slots = np.flatnonzero(np.arange(N) < tree.node_counts[:, None])
-        token_ids = tree.token_ids.reshape(-1)[slots]
-        if len(slots) > 0:
-            self._check_values(slots, token_ids, tree, cache)
-        where = RowsOfPass(table, prefix, tree, data.shape[2], self._frequencies, c.attention_factor, self.dtype)
-        return _Nodes((B, N), slots, token_ids, None, where.rope)
+        where = RowsOfPass(prefix, tree, self._frequencies, c.attention_factor, self.dtype)
+        token_ids = tree.token_ids.reshape(-1)[where.slots]
+        if len(token_ids) > 0:
+            self._check_values(token_ids, where, cache)
+        where.find_pages(table, data.shape[2])
+        return _Nodes((B, N), where.slots, token_ids, None, where.rope)
 
-    def _check_values(self, slots: Any, token_ids: Any, tree: DraftTree, cache: KVCache) -> None:
+    def _check_values(self, token_ids: Any, where: RowsOfPass, cache: KVCache) -> None:
         """On the host, where looking costs nothing: tokens, rows and pages that exist."""
-        V = self.config.vocab_size
-        request, node = np.divmod(slots, tree.num_slots)
+        V, request, rows = self.config.vocab_size, where.requests, where.rows
+
+        def node(at: int) -> int:
+            return int(where.slots[at] % where.shape[1])
+
         if not 0 <= token_ids.min() <= token_ids.max() < V:
             at = int(np.argmax((token_ids < 0) | (token_ids >= V)))
-            raise ValueError(f"tree.token_ids[{request[at]}, {node[at]}] must be in 0 … {V - 1}, got {token_ids[at]}")
+            raise ValueError(f"tree.token_ids[{request[at]}, {node(at)}] must be in 0 … {V - 1}, got {token_ids[at]}")
         table, (_, pages, S, _) = cache.page_table, cache.data.shape
         room = table.shape[1] * S
-        rows = cache.prefix_lens[request].astype(np.int64) + node
         if not 0 <= rows.min() <= rows.max() < room:
             at = int(np.argmax((rows < 0) | (rows >= room)))
             raise ValueError(
-                f"cache.page_table has room for {room} rows a request, but node {node[at]} of request {request[at]} "
+                f"cache.page_table has room for {room} rows a request, but node {node(at)} of request {request[at]} "
                 f"goes to row {rows[at]}"
             )
         held = table[request, rows // S]
@@ -354,7 +360,7 @@ class _Nodes:
 
 def _rows_of(table: Any, indices: Any) -> Any:
     """Rows of a (n, D) table, by their bits, since not every library moves bfloat16: (M, D)."""
-    bits = np.dtype(f"u{table.dtype.itemsize}")
+    bits = (np.uint16, np.uint32, np.uint64)[table.dtype.itemsize >> 2]
     return table.view(bits)[indices].view(table.dtype)
 
 
