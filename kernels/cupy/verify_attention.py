@@ -13,18 +13,12 @@ THREADS = 256
 
 # version 1
 PLAIN_ROWS, PLAIN_COLUMNS = 8, 512  # of a block
-<<<<<<< HEAD
 PLAIN_KEYS = 32
 """A tile, which is the least part of a context."""
 PLAIN_PARTS = (64, 16, 4, 1)
 """At most so many parts has a context: few sizes, so that batches of any sizes mostly share out their keys alike."""
 PLAIN_BLOCKS_A_PROCESSOR = 8
 """Where so many blocks have work, the context is not split further."""
-=======
-PLAIN_SPLITS = ((256, 8, 1 << 31), (32, 2, 64))
-"""How far a context is split: into parts of at least so many keys, until there are so many blocks a multiprocessor, and
-into so many parts at most. Few rows are split as finely as tiles of keys are, since what fills the GPU is the context."""
->>>>>>> model
 
 # version 2
 ROWS, KEYS, LATENT, ROTATED = 64, 16, 512, 64
@@ -84,13 +78,7 @@ def _launch_plain(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
     real = np.float64 if suffix == "f64" else np.float32
     blocks = B * blocks_for(N * H, PLAIN_ROWS) * blocks_for(C, PLAIN_COLUMNS)
     # Lengths are on the device; the table's width says how long a context can be.
-<<<<<<< HEAD
-    enough = PLAIN_BLOCKS_A_PROCESSOR * multiprocessors() // blocks
-    enough = next(parts for parts in PLAIN_PARTS if parts <= max(enough, 1))
-    parts = max(1, min(enough, blocks_for(max_pages * S, PLAIN_KEYS)))
-=======
     parts = plain_parts(max_pages * S, blocks, multiprocessors())
->>>>>>> model
     sums = empty((B, parts, N * H, C), real)
     tops, totals = empty((B, parts, N * H), real), empty((B, parts, N * H), real)
     launch(
@@ -106,12 +94,14 @@ def _launch_plain(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
 
 
 def plain_parts(keys: int, blocks: int, processors: int) -> int:
-    """Parts of a context of up to so many keys, where a part has so many blocks.
+    """The most parts of a context of up to so many keys, where a part has so many blocks.
 
     >>> plain_parts(2048, 2, 132), plain_parts(112, 130, 132), plain_parts(2048, 130, 132)
-    (64, 2, 8)
+    (64, 4, 4)
     """
-    return max(1, *(min(keys // least, full * processors // blocks, most) for least, full, most in PLAIN_SPLITS))
+    enough = PLAIN_BLOCKS_A_PROCESSOR * processors // blocks
+    most = next(parts for parts in PLAIN_PARTS if parts <= max(enough, 1))
+    return max(1, min(most, blocks_for(keys, PLAIN_KEYS)))
 
 
 def _launch_tensor(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
