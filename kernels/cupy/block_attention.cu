@@ -36,6 +36,7 @@ template <typename X> __device__ __forceinline__ X warp_max(X x)
 
 // The sums of one warp: PARTS elements a lane, 32 apart.
 template <typename X, int32 PARTS> struct Mix {
+    static constexpr int32 AHEAD = sizeof(X) == 8 ? 4 : 16;  // loads of a lane under way, at least one of each part
     X greatest[QUERIES], total[QUERIES], sums[QUERIES][PARTS];
 
     __device__ Mix()
@@ -55,12 +56,14 @@ template <typename X, int32 PARTS> struct Mix {
         int32 count, int32 E, int32 lane, const X* queries, X scale, X* weights, Key key, Value value)
     {
         X scores[QUERIES] = {};
-        if (lane < count)
+        if (lane < count) {
+#pragma unroll AHEAD
             for (int32 e = 0; e < E; ++e) {
                 const X k = key(e);
 #pragma unroll
                 for (int32 q = 0; q < QUERIES; ++q) scores[q] += queries[e * QUERIES + q] * k;
             }
+        }
 #pragma unroll
         for (int32 q = 0; q < QUERIES; ++q) {
             const X score = lane < count ? scores[q] * scale : X(minus_infinity());
@@ -72,6 +75,7 @@ template <typename X, int32 PARTS> struct Mix {
         }
         // The weights of each row, to all lanes.
         __syncwarp();
+#pragma unroll (AHEAD > PARTS ? AHEAD / PARTS : 1)
         for (int32 r = 0; r < count; ++r)
 #pragma unroll
             for (int32 part = 0; part < PARTS; ++part) {

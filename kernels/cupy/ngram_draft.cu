@@ -13,7 +13,7 @@
 #include "block.cuh"
 #include "portable_math.cuh"
 
-constexpr int32 THREADS = 512, WARPS = THREADS / 32;
+constexpr int32 THREADS = 1024, WARPS = THREADS / 32;
 constexpr int32 AHEAD = 4;                // steps of a warp whose tokens are loaded together
 constexpr int32 MOST_ORDERS = 32;         // one a lane; `ngram_draft.py` says these too
 constexpr int32 MOST_CANDIDATES = 4096;
@@ -95,7 +95,7 @@ struct Ballot {
     }
 };
 
-// Which of THREADS buckets a share lies in: eight to a doubling, larger shares not below smaller ones.
+// Which of 512 buckets a share lies in: eight to a doubling, larger shares not below smaller ones.
 __device__ __forceinline__ int32 bucket_of(uint64 share)
 {
     return int32(__float_as_uint(__ull2float_rz(share)) >> 20) - (127 << 3);
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ngram_draft(
     wait_for_earlier();
     extern __shared__ uint64 dynamic[];
     __shared__ uint32 sums[2][32];
-    __shared__ int32 counts[WARPS][MOST_ORDERS], early[WARPS][MOST_ORDERS], buckets[THREADS];
+    __shared__ int32 counts[WARPS][MOST_ORDERS], early[MOST_ORDERS], buckets[THREADS];
     __shared__ double factors[MOST_ORDERS];
     __shared__ int32 filled_count, left_count, cut;
     Block block(sums);
@@ -125,7 +125,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) ngram_draft(
         keys[i] = FREE;
     }
     buckets[t] = 0;
+    if (t < MOST_ORDERS) early[t] = 0;
     if (t == 0) filled_count = left_count = cut = 0;
+    // Nothing is counted yet, for all.
+    block.barrier();
 
     // Lane o counts the places of order `shortest` + o, and those of them that nothing follows at this depth yet.
     int32 count = 0, count_early = 0;
@@ -141,19 +144,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) ngram_draft(
         }
     });
     counts[warp][lane] = count;
-    early[warp][lane] = count_early;
-    // The counts of every warp, to all; the table is empty for all.
+    if (count_early > 0) atomicAdd(early + lane, count_early);
+    // The counts of every warp, to all.
     block.barrier();
     int32 first = 0;  // rank of this warp's next place, of the lane's order
     for (int32 w = 0; w < warp; ++w) first += counts[w][lane];
     if (warp == 0) {
-        int32 places = 0, unknown = 0;
-        for (int32 w = 0; w < WARPS; ++w) {
-            places += counts[w][lane];
-            unknown += early[w][lane];
-        }
+        int32 places = 0;
+        for (int32 w = 0; w < WARPS; ++w) places += counts[w][lane];
         places = min(places, voters);
-        const double total = double(vote_sums[places] - vote_sums[min(unknown, places)]) * 0x1p-52 + escape;
+        const double total = double(vote_sums[places] - vote_sums[min(early[lane], places)]) * 0x1p-52 + escape;
         const double passed_on = escape / total;
         double escaped = 1.0;  // the longest order has all of it
         for (int32 o = MOST_ORDERS - 1; o > 0; --o) {
@@ -176,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) ngram_draft(
                 share += uint64(double(vote_sums[rank + 1] - vote_sums[rank]) * factors[o] * 1024.0);
             if (lane == o) first += __popc(places);
         }
-        const int32 token = end + depth < length ? sequence.tokens[end + depth] : FREE;
-        const bool votes = share > 0 && token >= 0;
+        const int32 token = share > 0 && end + depth < length ? sequence.tokens[end + depth] : FREE;
+        const bool votes = token >= 0;
         const uint32 voting = __ballot_sync(ALL_LANES, votes);
         if (votes) ballot.vote_together(voting, lane, token, share);
     });

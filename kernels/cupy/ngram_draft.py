@@ -8,7 +8,7 @@ from ddtree.kernels.cupy.program import empty, launch
 
 __all__ = ["MOST_CANDIDATES", "MOST_ORDERS", "ngram_draft"]
 
-THREADS = 512
+THREADS = 1024
 MOST_ORDERS, MOST_CANDIDATES = 32, 4096
 
 
