@@ -10,6 +10,7 @@ from ddtree.reference.choose_tokens import choose_tokens
 from ddtree.reference.compact_cache import compact_cache
 from ddtree.reference.find_draft_fault import find_draft_fault
 from ddtree.reference.find_tree_fault import find_tree_fault
+from ddtree.reference.linear import head_linear, linear
 from ddtree.reference.mla import mla
 from ddtree.reference.moe_experts import moe_experts
 from ddtree.reference.rms_norm import rms_norm
@@ -36,6 +37,8 @@ __all__ = [
     "deinterleave",
     "find_draft_fault",
     "find_tree_fault",
+    "head_linear",
+    "linear",
     "mla",
     "moe_experts",
     "rms_norm",
