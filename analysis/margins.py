@@ -143,20 +143,18 @@ def _difference(
 ) -> Difference:
     bound = BOUNDS[dtype]
     logits, router = exact_logits(exact, text)
-    spread = float(logits.std()) or 1.0
-    scores, unit = logits, spread
+    scores = sure = logits
+    unit = float(logits.std()) or 1.0
     if sampling.temperature > 0:
+        unit /= sampling.temperature
         z = (logits - logits.max()) / sampling.temperature
-        unit = spread / sampling.temperature
-        # a token at the nucleus' edge counts as in it: rounding may have put it there
-        kept = nucleus(z, min(1.0, sampling.top_p * (1 + bound.logits * unit)))
-        scores = np.where(kept, z + gumbel_noise(len(z), sampling.seed, key, len(text) - 1), -np.inf)
-        if sampling.top_p < 1:  # and so does one that may have been outside be none that must win
-            inside = nucleus(z, sampling.top_p * (1 - bound.logits * unit))
-            best = np.where(inside, scores, -np.inf).max()
-            far = float(best - min(scores[token] for token in tokens)) / unit
-            return _judged(request, place, far, router, bound)
-    far = float(scores.max() - min(scores[token] for token in tokens)) / unit
+        noisy = z + gumbel_noise(len(z), sampling.seed, key, len(text) - 1)
+        scores = sure = noisy
+        if sampling.top_p < 1:  # rounding decides about a token at the nucleus' edge: it may win, but need not
+            slack = bound.logits * unit
+            scores = np.where(nucleus(z, min(1.0, sampling.top_p * (1 + slack))), noisy, -np.inf)
+            sure = np.where(nucleus(z, sampling.top_p * max(0.0, 1 - slack)), noisy, -np.inf)
+    far = float(sure.max() - min(scores[token] for token in tokens)) / unit
     return _judged(request, place, far, router, bound)
 
 
