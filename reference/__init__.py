@@ -15,6 +15,8 @@ from ddtree.reference.guard_draft import guard_draft
 from ddtree.reference.linear import head_linear, linear
 from ddtree.reference.mla import mla
 from ddtree.reference.moe_experts import moe_experts
+from ddtree.reference.ngram_draft import ngram_draft
+from ddtree.reference.oracle_draft import oracle_draft
 from ddtree.reference.rms_norm import rms_norm
 from ddtree.reference.rope import (
     deinterleave,
@@ -45,6 +47,8 @@ __all__ = [
     "linear",
     "mla",
     "moe_experts",
+    "ngram_draft",
+    "oracle_draft",
     "rms_norm",
     "rope_cos_sin",
     "rope_frequencies",

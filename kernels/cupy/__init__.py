@@ -19,6 +19,8 @@ __all__ = [
     "guard_draft",
     "linear",
     "moe_experts",
+    "ngram_draft",
+    "oracle_draft",
     "rms_norm",
     "rope",
     "route_experts",

@@ -41,6 +41,8 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "guard_draft": (),
     "linear": (),
     "moe_experts": (),
+    "ngram_draft": ("--fmad=false",),
+    "oracle_draft": (),
     "rms_norm": (),
     "rope": (),
     "route_experts": (),
