@@ -4,7 +4,7 @@ Engines of several plans decode random requests in ragged batches, with random d
 sampled. Every request's tokens are compared with autoregressive ones. Between runs something is made to fail in the
 middle of one, after which the engine must go on as before; and memory, of the host and of the GPU, must not grow.
 
-A round is one of a whole batch. Where an engine does not show its rounds, the fewest that it can have taken are counted.
+A round is one of a whole batch. Where an engine does not show its rounds, the fewest that they can be are counted.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import math
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,10 @@ TEXTS = 48
 """Prompts whose autoregressive tokens are known at a time."""
 RENEWED = 40
 """Runs after which all of them are others."""
-FAULT_EVERY = 10
-"""Runs from one injected fault to the next."""
+FAULT_EVERY = 2
+"""Runs from one that something fails in to the next."""
+WARM_UP = 8
+"""Runs of each engine before memory is judged: by then it keeps as many captured rounds as it ever will."""
 FAULTS = ("drafter raises", "draft of NaN", "draft over 0", "logits of NaN")
 
 RANDOM = {
@@ -138,26 +139,23 @@ class WildDrafter:
         """The drafts of a depth and width, made once for each kind of array."""
         key = depth, topk, str(xp.__name__)
         if key not in self._tables:
-            log_probs, offsets = _random_drafts(
-                np.random.default_rng([self.seed, depth, topk]), (self.rows, depth, topk), self.vocab_size, self.right
-            )
+            log_probs, offsets = self._made(depth, topk)
             self._tables[key] = _DraftTable(xp.asarray(log_probs), xp.asarray(offsets))
         return self._tables[key]
 
-    @contextlib.contextmanager
-    def spoiled(self) -> Iterator[Callable[[float], None]]:
-        """Yield a function that makes the first candidate of every depth have a given log-prob, until the end."""
-        kept = {key: table.log_probs.copy() for key, table in self._tables.items()}
+    def _made(self, depth: int, topk: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        rng = np.random.default_rng([self.seed, depth, topk])
+        return _random_drafts(rng, (self.rows, depth, topk), self.vocab_size, self.right)
 
-        def spoil(value: float) -> None:
-            for table in self._tables.values():
-                table.log_probs[:, :, 0] = value
+    def spoil(self, value: float) -> None:
+        """Give the first candidate of every draft at every depth this log-prob, on the host and on the device."""
+        for table in self._tables.values():
+            table.log_probs[:, :, 0] = value
 
-        try:
-            yield spoil
-        finally:
-            for key, log_probs in kept.items():
-                self._tables[key].log_probs[...] = log_probs
+    def mend(self) -> None:
+        """Make all drafts what they were."""
+        for (depth, topk, _), table in self._tables.items():
+            table.log_probs[...] = array_namespace(table.log_probs).asarray(self._made(depth, topk)[0])
 
     def _fail_if_told(self) -> None:
         if self.failing:
@@ -314,9 +312,13 @@ class Growth:
 ALLOWED_MIB, ALLOWED_SHARE, JUDGED_SAMPLES = 8.0, 0.01, 40
 
 
-def fit_growth(rounds: list[int], mib: list[float]) -> Growth:
-    """Fit a line to the last three quarters of the samples; it may rise by 8 MiB, or by 1 % where that is more."""
-    x, y = (np.asarray(column, np.float64)[len(rounds) // 4 :] for column in (rounds, mib))
+def fit_growth(rounds: list[int], mib: list[float], warm_up: int = 0) -> Growth:
+    """Fit a line to the samples after warm-up; it may rise by 8 MiB, or by 1 % where that is more.
+
+    Warm-up is ``warm_up`` samples, and a quarter of all in any event.
+    """
+    start = max(warm_up, len(rounds) // 4)
+    x, y = (np.asarray(column, np.float64)[start:] for column in (rounds, mib))
     level = float(y.mean()) if len(y) else 0.0
     allowed = max(ALLOWED_MIB, ALLOWED_SHARE * level)
     if len(y) < JUDGED_SAMPLES or x[0] == x[-1]:
@@ -390,7 +392,7 @@ class Record:
     requests: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    injected: Counter[str] = field(default_factory=Counter)
+    injected: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAULTS, 0))
     differences: list[dict[str, Any]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     sampled_rounds: list[int] = field(default_factory=list)
@@ -406,13 +408,14 @@ class _Subject:
     model: str
     engine: Engine
     drafter: WildDrafter | None
-    on_host: bool
 
 
 class _Soak:
     """Models, engines, and what was found so far."""
 
-    def __init__(self, models: Mapping[str, Callable[[str, str | None], DeepseekV3]], record: Record, texts: int) -> None:
+    def __init__(
+        self, models: Mapping[str, Callable[[str, str | None], DeepseekV3]], record: Record, texts: int
+    ) -> None:
         given = record.settings
         self.record, self.dtype, self.backend = record, given["dtype"], given["backend"]
         self.rng = np.random.default_rng(given["seed"])
@@ -438,7 +441,7 @@ class _Soak:
             prefill_chunk=32, resident=self.record.settings["resident"],
         )  # fmt: skip
         name = f"{model}, L {depth}, {budget} nodes, {kind}"
-        return _Subject(name, model, engine, wild, kind != "wild" or not engine.resident)
+        return _Subject(name, model, engine, wild)
 
     def run(self, rounds: int, show: Callable[[int], None]) -> None:
         """Run until so many rounds are done."""
@@ -446,15 +449,22 @@ class _Soak:
             if self.record.runs % RENEWED == 0:
                 for texts in self.texts.values():
                     texts.renew()
-            # every engine in turn, so that warm-up is over when each has been used
-            subject = self.subjects[self.record.runs % len(self.subjects)]
+            subject = self.next_subject()
             run = _draw(self.texts[subject.model], self.rng)
             if self.record.runs % FAULT_EVERY == FAULT_EVERY - 1:
-                self.disturbed(subject, run, FAULTS[self.record.runs // FAULT_EVERY % len(FAULTS)])
+                possible = FAULTS if subject.drafter is not None else FAULTS[-1:]
+                self.disturbed(subject, run, min(possible, key=lambda fault: self.record.injected[fault]))
             self.undisturbed(subject, run)
             self.record.runs += 1
             self.memory.sample(self.record.rounds)
             show(min(self.record.rounds, rounds))
+
+    def next_subject(self) -> _Subject:
+        """Every engine once, then every engine once in another order: warm-up is over when each has been used."""
+        at = self.record.runs % len(self.subjects)
+        if at == 0:
+            self.rng.shuffle(self.subjects)
+        return self.subjects[at]
 
     def undisturbed(self, subject: _Subject, run: _Run) -> None:
         """A run whose tokens must be the expected ones."""
@@ -496,7 +506,9 @@ class _Soak:
         for i in differ:
             found = self.explain(subject, run, i, tokens[i])
             if found.explained:
-                self.record.differences.append({"engine": subject.name, "sampling": asdict(run.sampling), **asdict(found)})
+                self.record.differences.append(
+                    {"engine": subject.name, "sampling": asdict(run.sampling), **asdict(found)}
+                )
             else:
                 self.record.faults.append(
                     f"{subject.name}: request {i} differs at new token {found.place}, {found.logits:.2g} deviations "
@@ -515,8 +527,6 @@ class _Soak:
 
     def disturbed(self, subject: _Subject, run: _Run, fault: str) -> None:
         """A run in whose middle something fails: the error must say so, and what was committed must be right."""
-        if subject.drafter is None and fault != "logits of NaN":
-            return
         try:
             with self.injected(subject, fault) as on_emission:
                 generation = self.generate(subject, run, on_emission=on_emission)
@@ -527,11 +537,11 @@ class _Soak:
             else:
                 self.record.injected[fault] += 1
             committed = error.generation.tokens  # type: ignore[union-attr]
-            wanted = replace_expected(run, [row[: len(c)] for row, c in zip(run.expected, committed, strict=True)])
-            self.compare(subject, wanted, committed)
+            begun = [row[: len(c)] for row, c in zip(run.expected, committed, strict=True)]
+            self.compare(subject, replace(run, expected=begun), committed)
         except Exception as error:
             self.record.faults.append(f"{subject.name}: {fault} raised {type(error).__name__}: {error}")
-        else:  # all was decoded before it could show; or a draft of NaN, which may count as none
+        else:  # all was decoded before it could show
             self.compare(subject, run, generation.tokens)
 
     @contextlib.contextmanager
@@ -541,28 +551,27 @@ class _Soak:
         head, drafter = subject.engine.target.output_layer, subject.drafter  # type: ignore[union-attr]
         kept = head[0].copy()
 
-        def happen(spoil: Callable[[float], None] | None) -> None:
+        def happen() -> None:
             if fault == "logits of NaN":
                 head[0] = np.nan
             elif fault == "drafter raises" and drafter is not None:
                 drafter.failing = True
-            elif spoil is not None:
-                spoil(math.nan if fault == "draft of NaN" else 1.0)
+            elif drafter is not None:
+                drafter.spoil(math.nan if fault == "draft of NaN" else 1.0)
 
-        with contextlib.ExitStack() as stack:
-            spoil = None if drafter is None else stack.enter_context(drafter.spoiled())
-            left = iter(range(wait, -1, -1))
+        left = iter(range(wait, -1, -1))
 
-            def on_emission(emission: Any) -> None:
-                if next(left, None) == 0:
-                    happen(spoil)
+        def on_emission(emission: Any) -> None:
+            if next(left, None) == 0:
+                happen()
 
-            try:
-                yield on_emission
-            finally:
-                head[0] = kept
-                if drafter is not None:
-                    drafter.failing = False
+        try:
+            yield on_emission
+        finally:
+            head[0] = kept
+            if drafter is not None:
+                drafter.failing = False
+                drafter.mend()
 
     def wrongly_told(self, subject: _Subject, fault: str, error: Exception) -> str:
         """What is wrong with the error of an injected fault; empty if nothing is."""
@@ -575,13 +584,6 @@ class _Soak:
         if wanted is not InjectedError and "request " not in str(error):
             return f"the message names no request: {error}"
         return ""
-
-
-def replace_expected(run: _Run, expected: list[NDArray[np.int32]]) -> _Run:
-    """The same run, of which less is expected."""
-    from dataclasses import replace
-
-    return replace(run, expected=expected)
 
 
 def soak(
@@ -634,7 +636,8 @@ def soak(
         record.seconds = time.perf_counter() - start
         memory = running.memory
         record.sampled_rounds, record.memory = memory.rounds, memory.series
-        lines = {name: fit_growth(memory.rounds, series) for name, series in memory.series.items()}
+        warm_up = WARM_UP * len(running.subjects)
+        lines = {name: fit_growth(memory.rounds, series, warm_up) for name, series in memory.series.items()}
         record.growth = {name: asdict(line) for name, line in lines.items()}
         record.faults += [
             f"memory of the {name} grew by {line.grown:.1f} MiB, {line.allowed:.1f} MiB are allowed"
@@ -671,7 +674,11 @@ def table_of(record: Record) -> Table:
         table.add_row(f"injected: {fault}", f"{record.injected[fault]:,}", "raised, and the engine went on")
     for name, line in record.growth.items():
         grown = f"{line['grown']:+.1f} MiB" if line["judged"] else "-"
-        why = f"of {line['level']:,.0f} MiB; {line['allowed']:.0f} MiB are allowed" if line["judged"] else "too few samples"
+        why = (
+            f"of {line['level']:,.0f} MiB; {line['allowed']:.0f} MiB are allowed"
+            if line["judged"]
+            else "too few samples"
+        )
         table.add_row(f"memory, {name}", grown, why)
     table.add_row("faults", f"[bold {'red' if record.faults else 'green'}]{len(record.faults):,}", "")
     return table
@@ -698,7 +705,9 @@ def write_record(record: Record, folder: Path) -> list[Path]:
     "--model", "models", type=click.Choice(sorted(MODELS)), multiple=True, default=tuple(MODELS), show_default=True
 )
 @click.option("--texts", type=click.IntRange(1), default=TEXTS, show_default=True, help="Prompts known at a time.")
-@click.option("--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write JSON and figure.")
+@click.option(
+    "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write JSON and figure."
+)
 def main(
     rounds: int,
     backend: str | None,

@@ -15,6 +15,7 @@ from ddtree.analysis.figures.acceptance import (
     plot_tau_by_budget,
 )
 from ddtree.analysis.figures.calibration import plot_calibration_by_depth, plot_reliability
+from ddtree.analysis.figures.memory import plot_memory
 from ddtree.analysis.figures.pay import plot_choice_ranks, plot_expected_tau, plot_pay
 from ddtree.analysis.figures.server_logs import plot_positions, plot_running, plot_server_log, plot_tau_over_time
 from ddtree.analysis.figures.speed import plot_frontier, plot_latency
@@ -36,6 +37,7 @@ __all__ = [
     "plot_frontier",
     "plot_latency",
     "plot_lengths",
+    "plot_memory",
     "plot_pay",
     "plot_positions",
     "plot_reliability",

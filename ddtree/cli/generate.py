@@ -171,8 +171,8 @@ def generate(
             "seed": seed,
             "mode": mode,
         }
-        sizes: dict[str, Any] = {"depth": depth, "budget": budget, "backend": backend}
-        sizes |= {} if max_batch is None else {"max_batch": max_batch}
+        options["keep_rounds"] = True  # what each round gave is to be shown
+        sizes: dict[str, Any] = {"depth": depth, "budget": budget, "backend": backend, "max_batch": max_batch}
         if devices:
             make_engine = functools.partial(_make_engine, model, drafts, dtype, sizes)
             generation = _spread(make_engine, tokens, max_new_tokens, devices, max_batch, options)

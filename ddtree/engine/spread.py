@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ddtree.checks import INT32_MAX, integer, listed
 from ddtree.engine.engine import Engine, Mode
-from ddtree.engine.records import STAGES, Emission, FinishReason, Generation
+from ddtree.engine.records import Emission, FinishReason, Generation
 from ddtree.tokens import token_row
 
 __all__ = ["FactoryFailedError", "RequestsFailedError", "generate_many", "visible_devices"]
@@ -69,6 +69,7 @@ def generate_many(
     mode: Mode = "tree",
     request_ids: Iterable[int] | None = None,
     on_emission: Callable[[Emission], None] | None = None,
+    keep_rounds: bool | None = None,
 ) -> Generation:
     """Continue each prompt on whichever device is free: the generation that one engine would give.
 
@@ -80,7 +81,7 @@ def generate_many(
     make_engine : callable
         Makes the engine, in the worker: a function of a module, or :func:`functools.partial` of one with what it loads.
         It is pickled, and a worker that has built the same one before uses that again.
-    prompts, max_new_tokens, stop_token_ids, temperature, top_p, seed, mode
+    prompts, max_new_tokens, stop_token_ids, temperature, top_p, seed, mode, keep_rounds
         As in :meth:`Engine.generate`.
     devices : sequence of int or str, optional
         GPUs by their number among the visible ones, one process each; "cpu" is a process that sees no GPU, and may
@@ -137,6 +138,7 @@ def generate_many(
         "top_p": top_p,
         "seed": seed,
         "mode": mode,
+        "keep_rounds": keep_rounds,
     }
     work = _Work(tokens, keys, options, _pickled(make_engine), share, on_emission)
     with _lanes(devices, executor, len(tokens)) as lanes:
@@ -346,7 +348,7 @@ class _Work:
         count = len(self.tokens)
         none: list[NDArray[np.int32]] = [np.zeros(0, np.int32) for _ in range(count)]
         reasons: list[FinishReason] = ["error"] * count
-        whole = Generation(list(none), reasons, [], list(none), dict.fromkeys(STAGES, 0.0), [*map(len, self.tokens)])
+        whole = Generation(list(none), reasons, [], list(none), {}, [*map(len, self.tokens)])
         for _, (share, part) in sorted(self.done.items()):
             for place, i in enumerate(share):
                 whole.tokens[i] = part.tokens[place]
