@@ -1,6 +1,7 @@
 """Laws of resident rounds: slots that requests pass through, in rounds of one shape, read late, change nothing."""
 
 import math
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -103,7 +104,7 @@ def test_resident_rounds_are_those_of_the_host(
     runs = []
     for resident in (False, True):
         engine = engine_on(target, makes(), depth=depth, budget=4, max_batch=max_batch, resident=resident)
-        emissions = []
+        emissions: list[Emission] = []
         options = {"temperature": temperature, "seed": seed, "on_emission": emissions.append, "keep_rounds": True}
         generation = engine.generate(prompts, max_new_tokens, stops, **options)
         runs.append((generation, emissions))
@@ -142,7 +143,7 @@ def test_requests_take_the_places_of_finished_ones_and_no_more_run_at_a_time():
 
 def test_rounds_are_kept_only_where_they_are_asked_for():
     engine = engine_on(ScriptedTarget([TEXT], 50), OracleDrafter([TEXT[5:]], 50))
-    seen = []
+    seen: list[Any] = []
     assert engine.generate([TEXT[:5]], 25).rounds == []
     assert engine.generate([TEXT[:5]], 25, on_round=seen.append).rounds == []
     assert len(engine.generate([TEXT[:5]], 25, keep_rounds=True).rounds) == len(seen) == 3
@@ -209,12 +210,16 @@ def test_what_was_committed_comes_with_an_error_and_the_engine_goes_on(resident)
     engine = engine_on(Unusable(2, 8), resident=resident, page_size=64)
     with pytest.raises(NonFiniteLogitsError, match=r"request 2: the target's logits after position 8 hold") as raised:
         engine.generate(prompts, 20, mode="autoregressive")
-    for mine, its in zip(raised.value.generation.tokens, expected, strict=True):
+    for mine, its in zip(committed(raised.value).tokens, expected, strict=True):
         assert_same(mine, its[: len(mine)])
-    assert [len(tokens) for tokens in raised.value.generation.tokens[:2]] >= [5, 5]
+    assert [len(tokens) for tokens in committed(raised.value).tokens[:2]] >= [5, 5]
     engine.target.position = 10**6
     for mine, its in zip(engine.generate(prompts, 20, mode="autoregressive").tokens, expected, strict=True):
         assert_same(mine, its)
+
+
+def committed(error: Any) -> Any:
+    return error.generation
 
 
 class FailsOnce:
@@ -255,11 +260,11 @@ def test_a_drafter_that_fails_mid_run_is_named_and_no_tokens_are_lost(resident, 
     prompts = [[1, 2], [3], [4, 5, 0]]
     expected = engine_on(AttentionTarget()).generate(prompts, 20, mode="autoregressive").tokens
     engine = engine_on(AttentionTarget(), FailsOnce(fault), depth=3, budget=3, resident=resident)
-    emissions = []
+    emissions: list[Emission] = []
     with pytest.raises(error, match=message) as raised:
         engine.generate(prompts, 20, on_emission=emissions.append)
     for request, its in enumerate(expected):
-        mine = raised.value.generation.tokens[request]
+        mine = committed(raised.value).tokens[request]
         assert len(mine) >= 3
         assert_same(mine, its[: len(mine)])
     assert "requests 0, 1, 2" in " ".join(getattr(raised.value, "__notes__", [])) or fault != "raises"

@@ -28,9 +28,8 @@ def guard_draft(
         Each request's first fault by depth, rank and code, as (code, depth · K + rank). 0: none; 1, 2, 3 and 4 as in
         :func:`ddtree.reference.find_draft_fault`; 5: the log-prob is NaN.
     """
-    B, L, K = log_probs.shape
-    guarded, faults = log_probs.copy(), np.zeros((B, 2), np.int32)
-    for b in range(B):
+    guarded, faults = log_probs.copy(), np.zeros((len(log_probs), 2), np.int32)
+    for b in range(len(log_probs)):
         if remaining[b] > 0:
             faults[b] = _first_fault(log_probs[b], token_ids[b], vocab_size)
         if remaining[b] <= 0 or faults[b, 0]:

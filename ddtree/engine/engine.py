@@ -195,7 +195,7 @@ class Engine:
         """
         kept = not self.resident if keep_rounds is None else keep_rounds
         run = self._begin(prompts, max_new_tokens, stop_token_ids, temperature, top_p, seed, mode, request_ids)
-        run.shows_rounds = kept or on_round is not None
+        run.shows_emissions, run.shows_rounds = on_emission is not None, kept or on_round is not None
         rounds: list[Round] = []
         try:
             for record in run.steps():

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddtree.arrays import array_namespace, use_stream_of
 from ddtree.checks import INT32_MAX
@@ -98,7 +99,7 @@ class RoundLoop:
             page_table=xp.zeros((B, self.width_in_pages), np.int32),
             **ints,
         )
-        self.stops = xp.zeros(len(run.stop_set), np.int32)
+        self.stops = xp.zeros(len(run.stop_tokens), np.int32)
         self.record = xp.zeros((B, plan.depth + 4), np.int32)
         self.no_faults = xp.zeros((B, 2), np.int32)
         self.root_tree = _root_trees(xp, self.state, plan.depth)
@@ -112,11 +113,11 @@ class RoundLoop:
         self.rounds = 0
         self.replay: Callable[[], None] | None = None
 
-    def reset(self, stops: list[int]) -> None:
+    def reset(self, stops: NDArray[np.int32]) -> None:
         """Free all slots, for a new run."""
         for name in ("lengths", "remaining", "running", "prefix_lens", "kept"):
             getattr(self.state, name)[...] = 0
-        self.stops[...] = self.xp.asarray(np.array(sorted(stops), np.int32))
+        self.stops[...] = self.xp.asarray(stops)
         if self.resident_draft is not None:
             for slot in range(len(self.state.lengths)):
                 self.resident_draft.end(slot)
@@ -210,6 +211,11 @@ class RoundLoops:
     def __len__(self) -> int:
         return len(self._loops)
 
+    @property
+    def all(self) -> list[RoundLoop]:
+        """Every loop."""
+        return list(self._loops.values())
+
     def find(self, key: LoopKey, pages: Pages) -> RoundLoop | None:
         """The loop of ``key``, if there is one with room for all of ``pages``; a smaller one is let go of."""
         found = self._loops.pop(key, None)
@@ -230,7 +236,7 @@ class RoundLoops:
 class Flight(NamedTuple):
     """What the device is at or has done, and the host has not read yet: a prefill or a round."""
 
-    requests: list[int]
+    requests: NDArray[np.int64]
     """Of a prefill its requests, of a round each slot's, −1 where there was none."""
     of_round: bool
     readback: Readback
@@ -244,10 +250,12 @@ class ResidentRun(Run):
         self.shows_rounds = False
         self.seconds = {"prefill": 0.0, "rounds": 0.0}
         self.flight: deque[Flight] = deque()
-        self.slots: list[int | None] = [None] * self.max_batch
+        self.slots = np.full(self.max_batch, -1)  # each slot's request
+        self.under_way = np.zeros(len(self.committed), np.int64)  # in how many flights each request is
+        self.kept: dict[int, int] = {}  # rows that each request's last round kept
         self.prompt_states: dict[int, dict[int, Any]] = {}  # for a drafter on the host, until its first draft
         self.stream: Any = contextlib.nullcontext()
-        if self.sequences and self.xp is not np:
+        if len(self.committed) and self.xp is not np:
             with use_stream_of(self.cache.like):
                 self.stream = self.xp.cuda.get_current_stream()
 
@@ -257,7 +265,7 @@ class ResidentRun(Run):
         assert not isinstance(target, CachingTarget)  # the engine has seen to that
         sampling = tuple(sorted(self.sampling.items(), key=lambda item: item[0]))
         self.key = LoopKey(
-            *self.plan[:3], self.max_batch, len(self.stop_set), sampling, self.hidden_layers, id(self.drafter)
+            *self.plan[:3], self.max_batch, len(self.stop_tokens), sampling, self.hidden_layers, id(self.drafter)
         )
         loop = loops.find(self.key, pages)
         self.table = pages.table
@@ -268,11 +276,11 @@ class ResidentRun(Run):
 
     def steps(self) -> Iterator[Round | None]:
         """Run to the end, a step at a time: None, or a round once it is read, where rounds are shown."""
-        whole = not self.sequences
+        whole = not len(self.committed)
         try:
-            if self.sequences:
+            if len(self.committed):
                 with self.on_its_stream():
-                    self.loop.reset(sorted(self.stop_set))
+                    self.loop.reset(self.stop_tokens)
             while self.waiting or self.active:
                 self.emissions = []
                 with self.on_its_stream():
@@ -305,18 +313,18 @@ class ResidentRun(Run):
         except MemoryError as error:
             raise MemoryError(
                 f"no room for the prefill of requests {requests}, prompts of "
-                f"{', '.join(str(self.sequences[r].prompt_len) for r in requests)} tokens: {error}; pass a smaller "
+                f"{', '.join(str(self.committed.prompt_lens[r]) for r in requests)} tokens: {error}; pass a smaller "
                 "prefill_chunk or max_batch"
             ) from error
-        self.flight.append(Flight(list(requests), False, Readback(self.xp, [choices])))
+        self.take_off(np.array(requests), False, [choices])
         self.loop.open_drafter(self, hidden_states[0])
-        slots = [slot for slot, request in enumerate(self.slots) if request is None][: len(requests)]
+        slots = np.flatnonzero(self.slots < 0)[: len(requests)].tolist()
         self.fill(slots, requests, choices)
         for slot, request, states in zip(slots, requests, hidden_states, strict=True):
             self.slots[slot] = request
-            prompt = self.sequences[request].prompt
+            prompt = self.committed.prompt(request)
             if self.loop.resident_draft is not None:
-                self.loop.resident_draft.begin(slot, request, prompt.copy(), len(prompt), states)
+                self.loop.resident_draft.begin(slot, request, prompt, len(prompt), states)
             else:
                 self.prompt_states[request] = states
             self.began.append(request)
@@ -325,12 +333,12 @@ class ResidentRun(Run):
         """Set the state of slots to that of requests whose prompts have been run."""
         s, xp = self.loop.state, self.xp
         for slot, request in zip(slots, requests, strict=True):
-            prompt, table = self.sequences[request].prompt, self.table[request]
+            prompt, table = self.committed.prompt(request), self.table[request]
             s.tokens[slot, : len(prompt)] = xp.asarray(prompt)
             s.page_table[slot, : len(table)] = xp.asarray(table)
         at = xp.asarray(np.array(slots))
-        lens = xp.asarray(np.array([self.sequences[r].prompt_len for r in requests], np.int32))
-        left = xp.asarray(np.array([self.sequences[r].remaining - 1 for r in requests], np.int32))
+        lens = xp.asarray(self.committed.prompt_lens[requests].astype(np.int32))
+        left = xp.asarray(self.committed.remaining[requests].astype(np.int32) - 1)
         ended = (choices < 0) | (choices[:, None] == self.loop.stops).any(axis=1)
         left = xp.where(ended, 0, left).astype(np.int32)
         s.tokens[at, lens] = choices
@@ -341,8 +349,7 @@ class ResidentRun(Run):
 
     def is_of_use(self) -> bool:
         """Whether a round more may emit something: each of those under way emits a token, or its request has ended."""
-        under_way = Counter(request for flight in self.flight for request in flight.requests)
-        return any(self.sequences[r].remaining > under_way[r] for r in self.active)
+        return bool((self.committed.remaining[self.active] > self.under_way[self.active]).any())
 
     def drafts_here(self) -> bool:
         """Whether rounds need nothing of the host: there is no drafter, or it drafts on the device."""
@@ -358,13 +365,17 @@ class ResidentRun(Run):
             tree, choices, acceptance = self.loop.outputs
             arrays += [getattr(tree, name) for name in TREE_ARRAYS]
             arrays += [choices, *(getattr(acceptance, f.name) for f in fields(Acceptance))]
-        requests = [-1 if request is None else request for request in self.slots]
-        self.flight.append(Flight(requests, True, Readback(self.xp, arrays)))
+        self.take_off(self.slots.copy(), True, arrays)
+
+    def take_off(self, requests: NDArray[np.int64], of_round: bool, arrays: list[Any]) -> None:
+        """Have what a prefill or a round left behind come to the host."""
+        self.flight.append(Flight(requests, of_round, Readback(self.xp, arrays)))
+        self.under_way[requests[requests >= 0]] += 1
 
     def send_drafts(self) -> None:
         """Have the drafter draft for the active requests, and put its drafts where the round reads them."""
         loop, xp = self.loop, self.xp
-        slots = [self.slots.index(request) for request in self.active]
+        slots = [self.slot_of(request) for request in self.active]
         roots = loop.state.roots[xp.asarray(np.array(slots))]
         log_probs, token_ids = self.draft(
             roots, [self.last_states(r, slot) for r, slot in zip(self.active, slots, strict=True)]
@@ -378,46 +389,51 @@ class ResidentRun(Run):
         """Hidden states of the rows that the last pass added for a request: its prompt's or those of its last round."""
         if request in self.prompt_states:
             return self.prompt_states.pop(request)
-        rows = self.sequences[request].tokens_per_round[-1]
-        return {layer: states[slot, :rows].copy() for layer, states in self.loop.state.hidden_states.items()}
+        return {
+            layer: states[slot, : self.kept[request]].copy() for layer, states in self.loop.state.hidden_states.items()
+        }
 
     def read(self) -> Round | None:
         """Wait for the oldest of what is under way, and commit what it emitted."""
-        flight = self.flight.popleft()
-        arrays = flight.readback.wait()
-        if not flight.of_round:
-            for request, token in zip(flight.requests, arrays[0], strict=True):
-                if not self.commit(request, np.array([token], np.int32)):
-                    self.began.remove(request)  # it never drafted
-                    self.free(request)
+        requests, of_round, readback = self.flight.popleft()
+        arrays = readback.wait()
+        self.under_way[requests[requests >= 0]] -= 1
+        if not of_round:
+            for request in self.commit(requests, arrays[0][:, None], np.ones(len(requests), np.int64), of_round=False):
+                self.began.remove(request)  # it never drafted
+                self.free(request)
             return None
         record = arrays[0]
-        shown = [b for b, request in enumerate(flight.requests) if request >= 0 and record[b, 0] > 0]
-        for b in shown:
-            request = flight.requests[b]
-            self.check_fault(request, record[b])
-            tokens = record[b, 3 : 3 + record[b, 0]].copy()
-            goes_on = self.commit(request, tokens)
-            self.sequences[request].tokens_per_round.append(len(tokens))
-            if not goes_on:
-                self.ended.append(request)
-                self.free(request)
-        if not self.shows_rounds or not shown:
+        shown = np.flatnonzero((requests >= 0) & (record[:, 0] > 0))
+        if not shown.size:
             return None
-        return _shown_round(tuple(flight.requests[b] for b in shown), shown, arrays[1:], self.loop.outputs[0])
+        requests, counts = requests[shown], record[shown, 0].astype(np.int64)
+        self.check_faults(requests, record[shown])
+        if self.drafter is not None:
+            self.kept.update(zip(requests.tolist(), counts.tolist(), strict=True))
+        for request in self.commit(requests, record[shown, 3:], counts):
+            self.ended.append(request)
+            self.free(request)
+        if not self.shows_rounds:
+            return None
+        return _shown_round(tuple(requests.tolist()), [array[shown] for array in arrays[1:]], self.loop.outputs[0])
 
-    def check_fault(self, request: int, row: Any) -> None:
+    def check_faults(self, requests: NDArray[np.int64], record: NDArray[np.int32]) -> None:
         """Raise what was wrong with a request's draft, of which nothing was drafted."""
-        code, place = int(row[1]), int(row[2])
-        if code:
-            d, k = divmod(place, self.loop.width)
-            what = FAULTS[code].format(last=self.engine.vocab_size - 1)
-            raise ValueError(f"drafter {name_of(self.drafter)}, request {request}: {what}; depth {d + 1}, rank {k}")
+        for b in np.flatnonzero(record[:, 1]):
+            d, k = divmod(int(record[b, 2]), self.loop.width)
+            what = FAULTS[int(record[b, 1])].format(last=self.engine.vocab_size - 1)
+            raise ValueError(f"drafter {name_of(self.drafter)}, request {requests[b]}: {what}; depth {d + 1}, rank {k}")
+
+    def slot_of(self, request: int) -> int:
+        """Where a request is that has begun and not been seen to end."""
+        return int(np.flatnonzero(self.slots == request)[0])
 
     def free(self, request: int) -> None:
         """Give a finished request's slot to those who wait."""
-        slot = self.slots.index(request)
-        self.slots[slot] = None
+        slot = self.slot_of(request)
+        self.slots[slot] = -1
+        self.kept.pop(request, None)
         self.prompt_states.pop(request, None)
         if self.loop.resident_draft is not None:
             self.loop.resident_draft.end(slot)
@@ -433,9 +449,9 @@ class ResidentRun(Run):
             yield
 
 
-def _shown_round(requests: tuple[int, ...], slots: list[int], arrays: list[Any], like: DraftTree) -> Round:
+def _shown_round(requests: tuple[int, ...], arrays: list[Any], like: DraftTree) -> Round:
     """A round as the host's is: of the requests that were running."""
-    rows = iter([array[slots] for array in arrays])
+    rows = iter(arrays)
     tree = DraftTree(
         **{name: next(rows) for name in TREE_ARRAYS}, max_depth=like.max_depth, num_candidates=like.num_candidates
     )

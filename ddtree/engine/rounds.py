@@ -47,18 +47,18 @@ class HostRun(Run):
         with self.timed("prefill"):
             choices, hidden_states = self.prefill(requests)
             tokens = to_numpy(choices)
-        for request, token, states in zip(requests, tokens, hidden_states, strict=True):
-            if self.commit(request, np.array([token], np.int32)):  # who ends here never drafted
+        ended = self.commit(requests, tokens[:, None], np.ones(len(requests), np.int64), of_round=False)
+        for request, states in zip(requests, hidden_states, strict=True):
+            if request not in ended:  # who ends here never drafted
                 self.hidden_states[request] = states
                 self.began.append(request)
 
     def round(self) -> Round:
         """Draft, check, commit; finished requests leave."""
-        requests, backend = tuple(self.active), self.engine.backend
-        rows = [self.sequences[r] for r in requests]
+        requests, backend = np.array(self.active), self.engine.backend
         # The root's own row is written by this round's pass.
-        prefix_lens = np.array([sequence.length - 1 for sequence in rows], np.int32)
-        roots = self.xp.asarray(np.array([sequence.root for sequence in rows], np.int32))
+        prefix_lens = (self.committed.lengths[requests] - 1).astype(np.int32)
+        roots = self.xp.asarray(self.committed.roots(requests))
 
         with self.timed("draft"):
             log_probs, token_ids = self.draft_or_none(roots)
@@ -71,7 +71,7 @@ class HostRun(Run):
             positions = tree_positions(tree.depths, cache.prefix_lens, backend=backend, validate=False)
             choices = self.choose_given(output.logits, positions)
         with self.timed("accept_tree"):
-            remaining = self.xp.asarray(np.array([sequence.remaining for sequence in rows], np.int32))
+            remaining = self.xp.asarray(self.committed.remaining[requests].astype(np.int32))
             acceptance = accept_tree(
                 tree, choices, remaining=remaining, stop_token_ids=self.stops, backend=backend, validate=False
             )
@@ -81,18 +81,17 @@ class HostRun(Run):
 
         host_tree = converted(tree, to_numpy)
         self.emissions = []
-        for b, (request, sequence) in enumerate(zip(requests, rows, strict=True)):
-            path = kept.node_indices[b, : kept.lengths[b]]
-            tokens = np.append(host_tree.token_ids[b, path[1:]], kept.bonus_token_ids[b])
-            if self.commit(request, tokens):
-                self.hidden_states[request] = self.kept_rows(output.hidden_states, b, path)
+        ended = self.commit(requests, emitted_tokens(host_tree, kept), kept.lengths)
+        self.ended += ended
+        for b, request in enumerate(requests.tolist()):
+            if request in ended:
+                del self.hidden_states[request]
             else:
-                self.hidden_states.pop(request)
-                self.ended.append(request)
-            sequence.tokens_per_round.append(len(tokens))
+                path = kept.node_indices[b, : kept.lengths[b]]
+                self.hidden_states[request] = self.kept_rows(output.hidden_states, b, path)
         # In an unused slot the choice follows from whatever logits the target left there.
         target_token_ids = np.where(host_tree.depths >= 0, to_numpy(choices), np.int32(-1))
-        return Round(requests, host_tree, target_token_ids, kept)
+        return Round(tuple(requests.tolist()), host_tree, target_token_ids, kept)
 
     def leaves_out_unused(self, shape: tuple[int, ...], wanted: tuple[int, ...], tree: DraftTree) -> bool:
         """Whether logits of another shape are those of fewer slots, of which no request uses more."""
@@ -167,3 +166,12 @@ class HostRun(Run):
         nodes = self.xp.asarray(path)
         shown = {layer: hidden_states[layer] for layer in self.hidden_layers}
         return {layer: states[b, export_array(nodes, states)] for layer, states in shown.items()}
+
+
+def emitted_tokens(tree: DraftTree, acceptance: Acceptance) -> NDArray[np.int32]:
+    """What each request emitted, (B, L + 1): the accepted drafts, and the bonus in column ``lengths - 1``."""
+    rows = np.arange(tree.batch_size)
+    tokens = np.full(acceptance.node_indices.shape, -1, np.int32)
+    tokens[:, :-1] = tree.token_ids[rows[:, None], acceptance.node_indices[:, 1:]]
+    tokens[rows, acceptance.lengths - 1] = acceptance.bonus_token_ids
+    return tokens

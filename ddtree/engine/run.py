@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from ddtree.arrays import array_namespace, dtype_name, import_array, to_numpy, use_stream_of
 from ddtree.engine.cache import PagedCache, Pages
-from ddtree.engine.records import STAGES, Emission, FinishReason, Generation, Round
+from ddtree.engine.committed import Committed
+from ddtree.engine.records import STAGES, Emission, Generation, Round
 from ddtree.ops import choose_tokens
 from ddtree.protocols import CachingTarget, DraftContext, Drafter, Policy, RequestCache, TargetOutput
 from ddtree.trees import Acceptance, DraftTree, chain_tree
@@ -40,44 +41,6 @@ class Plan(NamedTuple):
     policy: Policy | None
 
 
-class Sequence:
-    """The committed tokens of one request, in a buffer that is long enough for all of them."""
-
-    def __init__(self, prompt: NDArray[np.int32], max_new_tokens: int) -> None:
-        self.prompt_len = self.length = len(prompt)
-        self.buffer = np.concatenate([prompt, np.empty(max_new_tokens, np.int32)])
-        self.tokens_per_round: list[int] = []
-        self.finish_reason: FinishReason = "length"
-
-    @property
-    def tokens(self) -> NDArray[np.int32]:
-        """Prompt and new tokens: a copy, which a drafter may keep, and cannot change what is committed through."""
-        copy = self.buffer[: self.length].copy()
-        copy.flags.writeable = False
-        return copy
-
-    @property
-    def prompt(self) -> NDArray[np.int32]:
-        return self.buffer[: self.prompt_len]
-
-    @property
-    def root(self) -> int:
-        """The last committed token."""
-        return int(self.buffer[self.length - 1])
-
-    @property
-    def new_tokens(self) -> NDArray[np.int32]:
-        return self.buffer[self.prompt_len : self.length].copy()
-
-    @property
-    def remaining(self) -> int:
-        return len(self.buffer) - self.length
-
-    def append(self, tokens: NDArray[np.int32]) -> None:
-        self.buffer[self.length : self.length + len(tokens)] = tokens
-        self.length += len(tokens)
-
-
 class Run:
     """What a run is, however its rounds are made: its steps are :class:`ddtree.engine.rounds.HostRun`'s and others'.
 
@@ -87,8 +50,10 @@ class Run:
         Requests that have not begun, in order.
     active : list of int
         Requests that have begun and not finished, in the order of the batch.
+    committed : Committed
+        What each request has.
     emissions : list of Emission
-        What the last step emitted.
+        What the last step emitted, where someone asked for emissions.
     """
 
     def __init__(
@@ -102,10 +67,10 @@ class Run:
         sampling: dict[str, Any],
     ) -> None:
         self.engine, self.plan, self.sampling = engine, plan, sampling
-        self.sequences = [Sequence(prompt, max_new_tokens) for prompt in prompts]
+        self.committed = Committed(prompts, max_new_tokens)
         self.waiting, self.active = deque(range(len(prompts))), list[int]()
         self.max_batch = min(engine.max_batch or len(prompts), len(prompts))
-        self.stop_set = frozenset(stops)
+        self.stop_tokens = np.array(stops, np.int32)
         self.keys = np.array(keys, np.int64)
         # a policy is shown every draft, even one that drafts nothing of it
         drafts = plan.depth > 0 and (plan.budget > 0 or plan.policy is not None)
@@ -113,15 +78,15 @@ class Run:
         self.hidden_layers = tuple(getattr(self.drafter, "hidden_layers", ()))
         self.began: list[int] = []
         self.ended: list[int] = []
-        self.emissions: list[Emission] = []  # of the last step
-        self.shows_rounds = True
+        self.emissions: list[Emission] = []
+        self.shows_emissions = self.shows_rounds = True
         self.seconds = dict.fromkeys(STAGES, 0.0)
         if prompts:
             # The last round may begin one token before the end, and its tree stands behind that.
             self.most_rows = [len(p) + max_new_tokens + 1 + plan.budget for p in prompts]
             self.cache = self.open_cache()
             self.xp = array_namespace(import_array(self.cache.like))
-            self.stops = self.xp.asarray(np.array(stops, np.int32))
+            self.stops = self.xp.asarray(self.stop_tokens)
 
     def open_cache(self) -> RequestCache:
         """The target's own cache, if it keeps one, or pages of its array."""
@@ -142,12 +107,12 @@ class Run:
     def generation(self, rounds: list[Round]) -> Generation:
         """What has been committed until now."""
         return Generation(
-            tokens=[sequence.new_tokens for sequence in self.sequences],
-            finish_reasons=[sequence.finish_reason for sequence in self.sequences],
+            tokens=[self.committed.new_tokens(request) for request in range(len(self.committed))],
+            finish_reasons=list(self.committed.finish_reasons),
             rounds=rounds,
-            tokens_per_round=[np.array(sequence.tokens_per_round, np.int32) for sequence in self.sequences],
+            tokens_per_round=self.committed.tokens_per_round(),
             seconds=self.seconds,
-            prompt_lens=[sequence.prompt_len for sequence in self.sequences],
+            prompt_lens=self.committed.prompt_lens.tolist(),
         )
 
     def admit(self) -> list[int]:
@@ -170,7 +135,7 @@ class Run:
         hidden_states : list of dict of int to array
             Of each prompt's rows.
         """
-        prompts = [self.sequences[r].prompt for r in requests]
+        prompts = [self.committed.prompt(r) for r in requests]
         lens = np.array([len(prompt) for prompt in prompts], np.int32)
         # a target with a cache of its own takes prompts whole, as it likes them
         whole = isinstance(self.engine.target, CachingTarget)
@@ -232,7 +197,7 @@ class Run:
         requests, (depth, _, topk) = list(self.active), self.plan[:3]
         context = DraftContext(
             request_ids=list(requests),
-            tokens=[self.sequences[r].tokens for r in requests],
+            tokens=[self.committed.tokens(r) for r in requests],
             root_token_ids=roots.copy(),
             hidden_states=hidden_states,
             began=self.began,
@@ -247,24 +212,51 @@ class Run:
         self.began, self.ended = [], []
         return checked_draft(self.drafter, draft, (len(requests), depth, topk), self.native)
 
-    def commit(self, request: int, tokens: NDArray[np.int32]) -> bool:
-        """Append what a request emitted, whose last token may end it; return whether it goes on."""
-        sequence = self.sequences[request]
-        if tokens[-1] < 0:
-            after = sequence.length + len(tokens) - 2
+    def commit(self, requests: Any, tokens: Any, counts: Any, *, of_round: bool = True) -> list[int]:
+        """Append what requests emitted, whose last tokens may end them.
+
+        Parameters
+        ----------
+        requests : sequence of int, n of them
+            Who emitted something.
+        tokens : array, int32, shape (n, width)
+            What, of which the first ``counts``, one or more, are it.
+        counts : array, int, shape (n,)
+            How many.
+        of_round : bool
+            Whether it was a round, or a prefill.
+
+        Returns
+        -------
+        list of int
+            Those that have ended, which are out of the batch then.
+        """
+        requests, counts = np.asarray(requests, np.int64), np.asarray(counts, np.int64)
+        last = tokens[np.arange(len(requests)), counts - 1]
+        if (last < 0).any():
+            at = int(np.argmax(last < 0))
+            after = int(self.committed.lengths[requests[at]] + counts[at]) - 2
             raise NonFiniteLogitsError(
-                f"request {request}: the target's logits after position {after} hold "
+                f"request {requests[at]}: the target's logits after position {after} hold "
                 "NaN or +inf, or nothing finite, so that no token can follow it"
             )
-        sequence.append(tokens)
-        stopped = int(tokens[-1]) in self.stop_set
-        finished = stopped or sequence.remaining == 0
-        if finished:
-            sequence.finish_reason = "stop" if stopped else "length"
+        self.committed.append(requests, tokens, counts, of_round=of_round)
+        stopped = (last[:, None] == self.stop_tokens).any(axis=1)
+        finished = stopped | (self.committed.remaining[requests] == 0)
+        ended: list[int] = []
+        for b in np.flatnonzero(finished):
+            request = int(requests[b])
+            self.committed.finish_reasons[request] = "stop" if stopped[b] else "length"
             self.active.remove(request)
             self.cache.release(request)
-        self.emissions.append(Emission(request, tokens, sequence.finish_reason if finished else None))
-        return not finished
+            ended.append(request)
+        if self.shows_emissions:
+            reasons = self.committed.finish_reasons
+            self.emissions += [
+                Emission(int(request), row[:count].copy(), reasons[request] if over else None)
+                for request, row, count, over in zip(requests, tokens, counts, finished, strict=True)
+            ]
+        return ended
 
     def forget(self) -> None:
         """Tell the drafter, once the run is over or left, of the requests whose end it has not been told of."""

@@ -33,9 +33,9 @@ class ScriptedTarget:
     Notes
     -----
     The engine moves requests in the batch as others come and go, so a pass must find out whose text a row follows. As
-    in a model, that is in the cache: a pass over a request with nothing committed is its prefill, whose tokens say which
-    text it is; of texts that begin alike, the first that has not begun. Every cache row that is written holds the
-    number of its text. Later passes read it there, so that another request's page shows as another text's tokens.
+    in a model, that is in the cache: a pass over a request with nothing committed is its prefill, whose tokens say
+    which text it is; of texts that begin alike, the first that has not begun. Every cache row that is written holds
+    the number of its text. Later passes read it there, so that another request's page shows as another text's tokens.
     """
 
     def __init__(self, texts: Sequence[ArrayLike], vocab_size: int) -> None:
