@@ -17,6 +17,7 @@ __all__ = [
     "commit_round",
     "compact_cache",
     "guard_draft",
+    "head_linear",
     "linear",
     "moe_experts",
     "ngram_draft",

@@ -5,6 +5,7 @@ that takes dynamic shared memory states the most that it takes by ``DDTREE_SHARE
 launcher and the compile gate of the tests both read. Nothing in this module needs CuPy until a kernel is launched.
 """
 
+import ctypes
 import functools
 import importlib
 import importlib.resources
@@ -15,6 +16,7 @@ import numpy as np
 
 __all__ = [
     "ADDED_BY_CUPY",
+    "EARLY",
     "OPTIONS",
     "PROGRAMS",
     "blocks_for",
@@ -52,6 +54,10 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "visibility_words": (),
 }
 """Every program, which is the name of its file, and its own options."""
+
+EARLY = {"linear", "moe_experts", "rms_norm", "rope", "route_experts"}
+"""Programs all of whose blocks call ``wait_for_earlier`` (see ``common.cuh``) before they read what was not there at the
+launch before, or write: they may be launched early, while that one still runs."""
 
 SUFFIXES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
@@ -107,8 +113,59 @@ def launch(
     """
     grid = (grid,) if isinstance(grid, int) else grid
     block = (block,) if isinstance(block, int) else block
-    if 0 not in grid:
+    if 0 in grid:
+        return
+    if program in EARLY:
+        _launch_early(kernel(program, name), grid, block, arguments, shared)
+    else:
         kernel(program, name)(grid, block, arguments, shared_mem=shared)
+
+
+class _Attribute(ctypes.Structure):
+    """A ``CUlaunchAttribute``: an id, and 64 bytes for its value at the 8th."""
+
+    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_more", ctypes.c_int * 15))
+
+
+class _Launch(ctypes.Structure):
+    """A ``CUlaunchConfig``."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
+def _launch_early(
+    function: Any, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...], shared: int
+) -> None:
+    """Run a kernel that need not wait for the end of the one before: the driver's call, which CuPy has not."""
+    attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+    launch = _Launch(
+        grid=(*grid, 1, 1)[:3],
+        block=(*block, 1, 1)[:3],
+        shared=shared,
+        stream=_cupy().cuda.get_current_stream().ptr,
+        attributes=ctypes.pointer(attribute),
+        count=1,
+    )
+    values = [np.asarray(a if isinstance(a, np.generic) else np.uintp(a.data.ptr)) for a in arguments]
+    pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+    status = _driver().cuLaunchKernelEx(ctypes.byref(launch), ctypes.c_void_p(function.kernel.ptr), pointers, None)
+    if status != 0:
+        raise RuntimeError(f"cuLaunchKernelEx failed with status {status}: grid {grid}, block {block}, shared {shared}")
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def blocks_for(count: int, block: int) -> int:
