@@ -553,7 +553,7 @@ class _Soak:
 
         def happen() -> None:
             if fault == "logits of NaN":
-                head[0] = np.nan
+                head[0].view(np.uint8).fill(0xFF)  # NaN in every type
             elif fault == "drafter raises" and drafter is not None:
                 drafter.failing = True
             elif drafter is not None:
