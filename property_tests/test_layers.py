@@ -341,22 +341,22 @@ def terms_of(x, weight, gain, residual):
     seed=SEEDS, rows=st.integers(0, 4), width=SIZES, outputs=SIZES, with_gain=st.booleans(), with_residual=st.booleans()
 )
 def test_linear(dtype, seed, rows, width, outputs, with_gain, with_residual):
-    x, weight = normal(seed, rows, width + 3)[:, 1:-2], normal(seed + 1, outputs, width)
-    gain = normal(seed + 2, width) if with_gain else None
-    residual = normal(seed + 3, rows, outputs) if with_residual else None
-    narrow, wide = in_dtype(dtype, x, weight)
-    (gain, residual), wide_options = zip(
-        *((None, None) if o is None else [part[0] for part in in_dtype(dtype, o)] for o in (gain, residual)),
-        strict=True,
+    inputs = normal(seed, rows, width), normal(seed + 1, outputs, width)
+    narrow, wide = in_dtype(dtype, *inputs, normal(seed + 2, width), normal(seed + 3, rows, outputs))
+    (gain, residual), (wide_gain, wide_residual) = (
+        (each[2] if with_gain else None, each[3] if with_residual else None) for each in (narrow, wide)
     )
-    options = {"gain": gain, "residual": residual, "eps": 1e-6}
-    expected = reference.linear(*wide, gain=wide_options[0], residual=wide_options[1], eps=1e-6)
-    scale = terms_of(*wide, *wide_options)
-    assert_close(layers.linear(*narrow, **options), expected, row=("layers", dtype), scale=scale)
-    given = {name: None if o is None else o.copy() for name, o in options.items() if name != "eps"}
-    for name, before in given.items():
-        assert before is None or (options[name] == before).all(), name  # nothing that is read is written
-    assert layers.linear(*narrow, dtype=np.float64).dtype == np.float64
+    around = np.full((rows, width + 3), np.nan, dtype)
+    around[:, 1:-2] = narrow[0]
+    before = [a.copy() for a in narrow]
+    expected = reference.linear(*wide[:2], gain=wide_gain, eps=1e-6, residual=wide_residual)
+    scale = terms_of(*wide[:2], wide_gain, wide_residual)
+    for x in (narrow[0], around[:, 1:-2]):
+        got = layers.linear(x, narrow[1], gain=gain, eps=1e-6, residual=residual)
+        assert got.dtype == dtype
+        assert_close(got, expected, row=("layers", dtype), scale=scale)
+    assert all((a == b).all() for a, b in zip(narrow, before, strict=True))
+    assert layers.linear(narrow[0], narrow[1], dtype=np.float64).dtype == np.float64
 
 
 @DTYPES
@@ -381,16 +381,16 @@ def test_head_linear(dtype, seed, rows, heads, width, outputs, apart):
 )
 def test_rope(dtype, data, tree, seed, C, half, heads):
     """Unused slots have zeros in their queries and write no row; all else keeps its bits."""
-    B, N, R, P = *tree.token_ids.shape, 2 * half, 2
+    (B, N), R, P = tree.token_ids.shape, 2 * half, 2
     cache = data.draw(paged_caches(tree, layers=1, width=C + R, dtype=np.dtype(dtype)), "cache")
     q, queries = normal(seed, B, N, heads, C + R), normal(seed + 1, B, N, heads, P + R)
     latents, keys, gain = normal(seed + 2, B, N, C), normal(seed + 3, B, N, R), normal(seed + 4, C)
     narrow, wide = in_dtype(dtype, q, queries, latents, keys, gain)
-    where = cache.page_table, cache.prefix_lens, tree
-    options = {"frequencies": reference.rope_frequencies(R, 1e4), "attention_factor": 1.2, "eps": 1e-6}
+    table, prefix = cache.page_table, cache.prefix_lens
+    options: dict[str, Any] = {"frequencies": reference.rope_frequencies(R, 1e4), "attention_factor": 1.2, "eps": 1e-6}
     rows, expected_rows = cache.data[0].copy(), cache.data[0].astype(np.float64)
-    layers.rope(narrow[0], rows, *narrow[1:4], *where, gain=narrow[4], **options)
-    rope_of_reference(wide[0], expected_rows, *wide[1:4], *where, gain=wide[4], **options)
+    layers.rope(narrow[0], rows, narrow[1], narrow[2], narrow[3], table, prefix, tree, gain=narrow[4], **options)
+    rope_of_reference(wide[0], expected_rows, wide[1], wide[2], wide[3], table, prefix, tree, gain=wide[4], **options)
     assert_close(narrow[0], wide[0], row=("layers", dtype), scale=3 * max(1.0, np.abs(queries).max(initial=0.0)))
     written = ~np.isnan(expected_rows)
     assert_same(~np.isnan(rows), written, "which cache elements are numbers")

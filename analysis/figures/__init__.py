@@ -18,6 +18,7 @@ from ddtree.analysis.figures.calibration import plot_calibration_by_depth, plot_
 from ddtree.analysis.figures.decoding import plot_decoding
 from ddtree.analysis.figures.memory import plot_memory
 from ddtree.analysis.figures.pay import plot_choice_ranks, plot_expected_tau, plot_pay
+from ddtree.analysis.figures.precision import plot_precision
 from ddtree.analysis.figures.server_logs import plot_positions, plot_running, plot_server_log, plot_tau_over_time
 from ddtree.analysis.figures.speed import plot_frontier, plot_latency
 from ddtree.analysis.figures.style import find, save
@@ -42,6 +43,7 @@ __all__ = [
     "plot_memory",
     "plot_pay",
     "plot_positions",
+    "plot_precision",
     "plot_reliability",
     "plot_roofline",
     "plot_running",

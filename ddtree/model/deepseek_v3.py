@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -426,13 +427,23 @@ class _Reader:
         self.xp = xp
         self.dtype = dtype
         self._weights = weights
+        self._ahead: dict[str, Any] = {}
         self._shapes = check_names(config, weights)
 
     def has(self, name: str) -> bool:
         return name in self._shapes
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def ahead(self, *names: str) -> None:
+        """Read these before room is made for them, so that their sizes are not only claimed."""
+        self._ahead |= {name: self.tensor(name) for name in names}
+
     def tensor(self, name: str) -> Any:
         """The tensor as it is: on the host, or where the model lives if it is there already."""
+        if name in self._ahead:
+            return self._ahead.pop(name)
         tensor = import_array(self._weights[name])
         tensor = to_numpy(tensor) if self.xp is np else tensor
         if tensor.shape != self._shapes[name]:
@@ -461,12 +472,11 @@ class _Reader:
 
     def __call__(self, *names: str, dtype: Any = None) -> Any:
         """The tensors, stacked by rows."""
-        shapes = [self._shapes[name] for name in names]
-        tensor, start = self.tensor(names[0]), 0  # first, so that its shape is not only claimed
+        shapes, start = [self._shapes[name] for name in names], 0
+        self.ahead(names[0])
         room = self.room(names[0], (sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype)
         for name, shape in zip(names, shapes, strict=True):
-            tensor = self.tensor(name) if start else tensor
-            self.fill(name, room[start : start + shape[0]], tensor)
+            self.fill(name, room[start : start + shape[0]], self.tensor(name))
             start += shape[0]
         return room
 
@@ -477,16 +487,20 @@ def _native(tensor: Any) -> Any:
 
 
 def _out_of_memory(xp: Any, name: str, needed: int) -> MemoryError:
-    where, free = "the host", ""
-    if xp is not np:
-        pool, device = xp.get_default_memory_pool(), xp.cuda.Device()
-        left = device.mem_info[0] + pool.free_bytes()
-        if pool.get_limit():
-            left = min(left, pool.get_limit() - pool.used_bytes())
-        where, free = f"GPU {device.id}", f" of {left:,} bytes that are free"
+    where = "the host" if xp is np else f"GPU {xp.cuda.Device().id}"
     return MemoryError(
-        f"{name} needs {needed:,} bytes on {where}{free}: load the model in a narrower dtype, or free memory there"
+        f"{name} needs {needed:,} bytes on {where}, and {_free_bytes(xp):,} are free: load the model in a narrower "
+        "dtype, or free memory there"
     )
+
+
+def _free_bytes(xp: Any) -> int:
+    """What can still be allocated where the arrays of ``xp`` lie."""
+    if xp is np:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    pool = xp.get_default_memory_pool()
+    free, limit = int(xp.cuda.Device().mem_info[0] + pool.free_bytes()), int(pool.get_limit())
+    return min(free, limit - int(pool.used_bytes())) if limit else free
 
 
 def _pack_layer(read: _Reader, i: int) -> _Layer:
@@ -504,71 +518,76 @@ def _pack_experts(read: _Reader, norm: Any, mlp: str) -> _Experts:
     """The routed experts' matrices and, behind them, the shared expert's in parts of the routed ones' inner size."""
     c = read.config
     E, n, D, inner = c.n_routed_experts, c.n_shared_experts, c.hidden_size, c.moe_intermediate_size
-    parts = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-    fused = f"{mlp}.experts.gate_up_proj"
-    shared = read.tensor(f"{mlp}.shared_experts.gate_proj.weight")  # first: that sizes are not only claimed
-    tensor = read.tensor(fused if read.has(fused) else f"{mlp}.experts.0.gate_proj.weight")
-    gate_up, down = read.room(fused, (E + n, 2 * inner, D)), read.room(f"{mlp}.experts.down_proj", (E + n, D, inner))
-    # a SwiGLU's inner rows add up, so that an expert of n times the inner size is n experts
-    for part, room in zip(parts, (gate_up[E:, :inner], gate_up[E:, inner:], down[E:].transpose(1, 0, 2)), strict=True):
-        name = f"{mlp}.shared_experts.{part}"
-        shared = shared if part == parts[0] else read.tensor(name)
-        read.fill(name, room, shared.reshape(room.shape))
-    if read.has(fused):
-        read.fill(fused, gate_up[:E], tensor)
-        read.fill(f"{mlp}.experts.down_proj", down[:E], read.tensor(f"{mlp}.experts.down_proj"))
+    parts = [f"{part}_proj.weight" for part in ("gate", "up", "down")]
+    fused = [f"{mlp}.experts.{part}_proj" for part in ("gate_up", "down")]
+    read.ahead(fused[0] if read.has(fused[0]) else f"{mlp}.experts.0.{parts[0]}", f"{mlp}.shared_experts.{parts[0]}")
+    gate_up, down = read.room(fused[0], (E + n, 2 * inner, D)), read.room(fused[1], (E + n, D, inner))
+    if read.has(fused[0]):
+        for name, room in zip(fused, (gate_up[:E], down[:E]), strict=True):
+            read.fill(name, room, read.tensor(name))
     else:
         for e in range(E):
             for part, room in zip(parts, (gate_up[e, :inner], gate_up[e, inner:], down[e]), strict=True):
                 name = f"{mlp}.experts.{e}.{part}"
-                tensor = tensor if (e, part) == (0, parts[0]) else read.tensor(name)
-                read.fill(name, room, tensor)
+                read.fill(name, room, read.tensor(name))
+    # a SwiGLU's inner rows add up, so that an expert of n times the inner size is n experts
+    for part, room in zip(parts, (gate_up[E:, :inner], gate_up[E:, inner:], down[E:].transpose(1, 0, 2)), strict=True):
+        name = f"{mlp}.shared_experts.{part}"
+        read.fill(name, room, read.tensor(name).reshape(room.shape))
     precise = np.float64 if read.dtype == np.float64 else np.float32
     router, bias = (read(f"{mlp}.gate.{name}", dtype=precise) for name in ("weight", "e_score_correction_bias"))
     return _Experts(norm, router, bias, gate_up, down)
 
 
 def _pack_attention(read: _Reader, norm: Any, attention: str) -> _Attention:
+    q_norm, q_up, down = None, None, _pack_compression(read, attention)
+    if read.config.q_lora_rank is not None:
+        name = f"{attention}.q_b_proj.weight"
+        read.ahead(name)
+        q_norm, q_up = read(f"{attention}.q_a_layernorm.weight"), read.room(name, read.shape(name))
+        _fill_rotary(read, name, q_up, read.config.num_attention_heads)
+    kv_norm = read(f"{attention}.kv_a_layernorm.weight")
+    k_up, v_up = _pack_kv_up(read, f"{attention}.kv_b_proj.weight")
+    return _Attention(norm, down, q_norm, q_up, kv_norm, k_up, v_up, read(f"{attention}.o_proj.weight"))
+
+
+def _pack_compression(read: _Reader, attention: str) -> Any:
+    """The query's compression (or, without one, the queries of all heads) and the key's, in one matrix."""
     c = read.config
-    H, P, C, R = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank, c.qk_rope_head_dim
-    V, D, Q = c.v_head_dim, c.hidden_size, c.q_lora_rank
-
-    def fill(name: str, room: Any, tensor: Any, groups: int) -> None:
-        """Fill rows that are ``groups`` times some, then R rotary ones, whose interleaved pairs become halves here."""
-        # once for all: attention's scores do not depend on the order of elements
-        room, tensor = (a.reshape(groups, -1, a.shape[-1]) for a in (room, tensor))
-        plain, half = room.shape[1] - R, room.shape[1] - R // 2
-        if not c.rope_interleave:
-            return read.fill(name, room, tensor)
-        read.fill(name, room[:, :plain], tensor[:, :plain])
-        read.fill(name, room[:, plain:half], tensor[:, plain::2])
-        return read.fill(name, room[:, half:], tensor[:, plain + 1 :: 2])
-
-    kv_name, up_name = f"{attention}.kv_a_proj_with_mqa.weight", f"{attention}.kv_b_proj.weight"
-    q_name = f"{attention}.q_proj.weight" if Q is None else f"{attention}.q_a_proj.weight"
-    kv, q = read.tensor(kv_name), read.tensor(q_name)  # first: that sizes are not only claimed
-    down = read.room(q_name, (len(q) + C + R, D))
-    fill(kv_name, down[len(q) :], kv, 1)
-    if Q is None:
-        fill(q_name, down[: len(q)], q, H)
-        q_up = None
+    q_name = f"{attention}.q_proj.weight" if c.q_lora_rank is None else f"{attention}.q_a_proj.weight"
+    kv_name = f"{attention}.kv_a_proj_with_mqa.weight"
+    read.ahead(q_name, kv_name)
+    rows = read.shape(q_name)[0]
+    down = read.room(q_name, (rows + c.cache_width, c.hidden_size))
+    if c.q_lora_rank is None:
+        _fill_rotary(read, q_name, down[:rows], c.num_attention_heads)
     else:
-        read.fill(q_name, down[: len(q)], q)
-        q_name = f"{attention}.q_b_proj.weight"
-        q = read.tensor(q_name)
-        q_up = read.room(q_name, (H * (P + R), Q))
-        fill(q_name, q_up, q, H)
-    kv_up = read.tensor(up_name).reshape(H, P + V, C)
-    k_up, v_up = read.room(up_name, (H, C, P)), read.room(up_name, (H, V, C))
-    read.fill(up_name, k_up.transpose(0, 2, 1), kv_up[:, :P])
-    read.fill(up_name, v_up, kv_up[:, P:])
-    return _Attention(
-        norm=norm,
-        down=down,
-        q_norm=None if Q is None else read(f"{attention}.q_a_layernorm.weight"),
-        q_up=q_up,
-        kv_norm=read(f"{attention}.kv_a_layernorm.weight"),
-        k_up=k_up,
-        v_up=v_up,
-        out=read(f"{attention}.o_proj.weight"),
-    )
+        read.fill(q_name, down[:rows], read.tensor(q_name))
+    _fill_rotary(read, kv_name, down[rows:], 1)
+    return down
+
+
+def _pack_kv_up(read: _Reader, name: str) -> tuple[Any, Any]:
+    c = read.config
+    H, P, V, C = c.num_attention_heads, c.qk_nope_head_dim, c.v_head_dim, c.kv_lora_rank
+    tensor = read.tensor(name).reshape(H, P + V, C)
+    k_up, v_up = read.room(name, (H, C, P)), read.room(name, (H, V, C))
+    read.fill(name, k_up.transpose(0, 2, 1), tensor[:, :P])
+    read.fill(name, v_up, tensor[:, P:])
+    return k_up, v_up
+
+
+def _fill_rotary(read: _Reader, name: str, room: Any, groups: int) -> None:
+    """Fill a matrix whose rows are ``groups`` times some and then R rotary ones.
+
+    Interleaved pairs become halves, once for all: attention's scores do not depend on the order of elements.
+    """
+    R, tensor = read.config.qk_rope_head_dim, read.tensor(name)
+    room, tensor = (a.reshape(groups, -1, a.shape[-1]) for a in (room, tensor))
+    plain = room.shape[1] - R
+    if not read.config.rope_interleave:
+        read.fill(name, room, tensor)
+        return
+    read.fill(name, room[:, :plain], tensor[:, :plain])
+    read.fill(name, room[:, plain : plain + R // 2], tensor[:, plain::2])
+    read.fill(name, room[:, plain + R // 2 :], tensor[:, plain + 1 :: 2])
