@@ -5,6 +5,8 @@ and carries the full docstring; these trust their caller.
 """
 
 from ddtree.reference.accept_tree import accept_tree
+from ddtree.reference.append_context import append_context
+from ddtree.reference.block_attention import block_attention
 from ddtree.reference.build_tree import build_tree
 from ddtree.reference.choose_tokens import choose_tokens
 from ddtree.reference.commit_round import commit_round
@@ -35,6 +37,8 @@ from ddtree.reference.visibility_words import visibility_words
 
 __all__ = [
     "accept_tree",
+    "append_context",
+    "block_attention",
     "build_tree",
     "choose_tokens",
     "commit_round",

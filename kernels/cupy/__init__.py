@@ -12,6 +12,8 @@ from ddtree.kernels.lazy import load_on_demand
 
 __all__ = [
     "accept_tree",
+    "append_context",
+    "block_attention",
     "build_tree",
     "choose_tokens",
     "commit_round",

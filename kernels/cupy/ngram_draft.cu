@@ -106,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ngram_draft(
     int32 voters, int32 K, int32 longest, int32 shortest, double escape, int32 slots, int32 candidates,
     float* __restrict__ log_probs, int32* __restrict__ token_ids)
 {
+    wait_for_earlier();
     extern __shared__ uint64 dynamic[];
     __shared__ uint32 sums[2][32];
     __shared__ int32 counts[WARPS][MOST_ORDERS], early[WARPS][MOST_ORDERS], buckets[THREADS];

@@ -36,6 +36,8 @@ ADDED_BY_CUPY = ("-ftz=true",)
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "accept_tree": (),
+    "append_context": (),
+    "block_attention": (),
     "build_tree": (),
     "choose_tokens": ("--fmad=false",),
     "commit_round": (),
@@ -55,9 +57,19 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 }
 """Every program, which is the name of its file, and its own options."""
 
-EARLY = {"linear", "moe_experts", "rms_norm", "rope", "route_experts"}
-"""Programs all of whose blocks call ``wait_for_earlier`` (see ``common.cuh``) before they read what was not there at the
-launch before, or write: they may be launched early, while that one still runs."""
+EARLY = {
+    "append_context",
+    "block_attention",
+    "linear",
+    "moe_experts",
+    "ngram_draft",
+    "oracle_draft",
+    "rms_norm",
+    "rope",
+    "route_experts",
+}
+"""Programs all of whose blocks call ``wait_for_earlier`` (see ``common.cuh``) before they read what was not there at
+the launch before, or write: they may be launched early, while that one still runs."""
 
 SUFFIXES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 

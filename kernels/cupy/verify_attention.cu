@@ -15,8 +15,8 @@
 //   1  attend_plain_T, merge_plain_T: every type and width, without tensor cores, in float32 or, of float64, float64.
 //   2  attend_T, merge_T: float16 and bfloat16 with C = 512 and R = 64, by tensor cores (mma.sync).
 //
-// Version 1. A block takes 8 rows of a request, up to 512 columns of the latent and one of `parts` equal parts of the
-// context, in tiles of 32 keys as in an online softmax: a warp works out the scores of 4 keys for all rows, then weighs
+// Version 1. A block takes 8 rows of a request, up to 512 columns of the latent and one of at most `parts` equal parts of
+// the context, in tiles of 32 keys as in an online softmax: a warp works out the scores of 4 keys for all rows, then weighs
 // the tile for one row, then a thread adds up its two columns for every row. Sums of tiles are added up, rather than
 // keys: of thousands of keys, that loses far fewer bits. merge_plain_T takes an element a thread.
 //
@@ -87,6 +87,14 @@ template <typename Real> __device__ __forceinline__ Real max_of_warp(Real x)
     return x;
 }
 
+// Keys of a part: whole tiles, as few as will do, so that neither what else is in the batch nor, at short contexts, how
+// many parts there may be, has a say in how a row's keys are shared out.
+__device__ __forceinline__ int32 part_length(int32 context, int32 parts)
+{
+    const int64 most = int64(KEYS) * parts;
+    return KEYS * int32((context + most - 1) / most);
+}
+
 // Grid: B * parts * column blocks * row blocks, the last fastest.
 template <typename T, typename Real>
 __device__ __forceinline__ void attend(
@@ -109,15 +117,16 @@ __device__ __forceinline__ void attend(
 
     const int32 prefix = prefix_lens[b], count = node_counts[b];
     const int32 context = count > 0 ? prefix + count : 0;
-    const int32 length = (context + parts - 1) / parts;  // of a part
+    const int32 length = part_length(context, parts);
     const int32 begin = int32(min(int64(part) * length, int64(context))), end = min(begin + length, context);
     const int64 used_rows = int64(count) * H;
+    if (begin >= end || first_row >= used_rows) return;  // a whole block; nobody reads what it would write
 
     // Rows of no node repeat the last one of a node; what they add up to is not written.
     const T* queries[ROWS];
     #pragma unroll
     for (int32 r = 0; r < ROWS; ++r)
-        queries[r] = q + (int64(b) * rows + max(min(first_row + r, used_rows - 1), int64(0))) * D;
+        queries[r] = q + (int64(b) * rows + min(first_row + r, used_rows - 1)) * D;
 
     const int64 own_row = first_row + warp;  // that this warp weighs
     const bool own_used = own_row < used_rows;
@@ -126,7 +135,7 @@ __device__ __forceinline__ void attend(
     Real columns[ROWS][2] = {};
     const int32 c0 = first_column + t, c1 = c0 + THREADS;
 
-    for (int32 start = begin; start < end && first_row < used_rows; start += KEYS) {
+    for (int32 start = begin; start < end; start += KEYS) {
         const int32 tile = min(KEYS, end - start);
         if (t < tile) {
             const int32 key = start + t;
@@ -210,19 +219,23 @@ __device__ __forceinline__ void attend(
 // One thread an element of `out`.
 template <typename T, typename Real>
 __device__ __forceinline__ void merge(
-    const Real* sums, const Real* tops, const Real* totals, const int32* node_counts, T* out, int64 elements, int32 N,
-    int32 H, int32 C, int32 parts)
+    const Real* sums, const Real* tops, const Real* totals, const int32* prefix_lens, const int32* node_counts, T* out,
+    int64 elements, int32 N, int32 H, int32 C, int32 parts)
 {
     const int64 element = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (element >= elements) return;
     const int64 rows = int64(N) * H, c = element % C, row = element / C % rows, b = element / C / rows;
     Real value = 0;
-    if (row / H < node_counts[b]) {
+    const int32 count = node_counts[b];
+    if (row / H < count) {
         const int64 first = b * parts * rows + row;
+        const int32 context = prefix_lens[b] + count, length = part_length(context, parts);
+        const int32 used = (context + length - 1) / length;
         Real top = Real(minus_infinity()), total = 0;
-        for (int32 part = 0; part < parts; ++part) top = fmax(top, tops[first + part * rows]);
-        #pragma unroll 1
-        for (int32 part = 0; part < parts; ++part) {
+        #pragma unroll 4
+        for (int32 part = 0; part < used; ++part) top = fmax(top, tops[first + part * rows]);
+        #pragma unroll 4
+        for (int32 part = 0; part < used; ++part) {
             const int64 at = first + part * rows;
             const Real factor = exp(tops[at] - top);
             value += sums[at * C + c] * factor;
@@ -245,10 +258,10 @@ __device__ __forceinline__ void merge(
                                H, C, D, S, max_pages, parts);                                                       \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(256) merge_plain_##suffix(                                         \
-        const Real* sums, const Real* tops, const Real* totals, const int32* node_counts, T* out, int64 elements,   \
-        int32 N, int32 H, int32 C, int32 parts)                                                                     \
+        const Real* sums, const Real* tops, const Real* totals, const int32* prefix_lens, const int32* node_counts, \
+        T* out, int64 elements, int32 N, int32 H, int32 C, int32 parts)                                             \
     {                                                                                                               \
-        plain::merge<T, Real>(sums, tops, totals, node_counts, out, elements, N, H, C, parts);                      \
+        plain::merge<T, Real>(sums, tops, totals, prefix_lens, node_counts, out, elements, N, H, C, parts);         \
     }
 DDTREE_PLAIN(f16, __half, float)
 DDTREE_PLAIN(bf16, __nv_bfloat16, float)
