@@ -52,7 +52,9 @@ TEXTS = 48
 """Prompts whose autoregressive tokens are known at a time."""
 RENEWED = 40
 """Runs after which all of them are others."""
-FAULT_EVERY = 2
+MOST_WAITED = 24
+"""Runs by which a soak ends that has done its rounds, though some fault could not be injected."""
+FAULT_EVERY = 5
 """Runs from one that something fails in to the next."""
 WARM_UP = 8
 """Runs of each engine before memory is judged: by then it keeps as many captured rounds as it ever will."""
@@ -444,14 +446,15 @@ class _Soak:
         return _Subject(name, model, engine, wild)
 
     def run(self, rounds: int, show: Callable[[int], None]) -> None:
-        """Run until so many rounds are done."""
-        while self.record.rounds < rounds:
+        """Run until so many rounds are done and each fault has been seen, as far as a short soak can wait for it."""
+        while self.record.rounds < rounds or (0 in self.record.injected.values() and self.record.runs < MOST_WAITED):
             if self.record.runs % RENEWED == 0:
                 for texts in self.texts.values():
                     texts.renew()
             subject = self.next_subject()
             run = _draw(self.texts[subject.model], self.rng)
-            if self.record.runs % FAULT_EVERY == FAULT_EVERY - 1:
+            # until each fault has been seen before every run, then now and then
+            if min(self.record.injected.values()) == 0 or self.record.runs % FAULT_EVERY == 0:
                 possible = FAULTS if subject.drafter is not None else FAULTS[-1:]
                 self.disturbed(subject, run, min(possible, key=lambda fault: self.record.injected[fault]))
             self.undisturbed(subject, run)
@@ -568,7 +571,7 @@ class _Soak:
         try:
             yield on_emission
         finally:
-            head[0] = kept
+            head[0].view(np.uint8)[...] = kept.view(np.uint8)
             if drafter is not None:
                 drafter.failing = False
                 drafter.mend()
