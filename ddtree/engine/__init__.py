@@ -3,7 +3,7 @@
 from ddtree.engine.engine import Engine, NonFiniteLogitsError
 from ddtree.engine.records import STAGES, Emission, Generation, Round
 from ddtree.engine.scripted import ScriptedTarget
-from ddtree.engine.spread import FactoryFailedError, RequestsFailedError, generate_many
+from ddtree.engine.spread import FactoryFailedError, RequestsFailedError, generate_many, visible_devices
 
 __all__ = [
     "STAGES",
@@ -16,4 +16,5 @@ __all__ = [
     "Round",
     "ScriptedTarget",
     "generate_many",
+    "visible_devices",
 ]

@@ -1,4 +1,4 @@
-"""The decoding benchmark: every section runs, every mode's tokens are compared, and what fails is told with the rest."""
+"""The decoding benchmark: each section runs, each mode's tokens are compared, and what fails is told with the rest."""
 
 import importlib.util
 import json
