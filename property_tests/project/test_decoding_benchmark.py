@@ -15,6 +15,7 @@ from ddtree.analysis.benchmarks.decoding_report import page, targets
 from ddtree.costs import CostModel, measure_passes
 from ddtree.engine import Engine
 from ddtree.model import ModelConfig, random_weights
+from ddtree.property_tests.project.on_gpu import gpu_library
 
 TINY = "0.1 M"
 WITHOUT_PEER = tuple(section for section in decoding.SECTIONS if section != "peer")
@@ -67,6 +68,19 @@ def test_tokens_of_transformers_are_compared_with_ours():
     assert [(s.who, s.dtype, s.new_tokens) for s in report.speeds] == [("transformers", "float32", QUICK.new)]
     assert report.compared == 1
     assert "transformers in float64" in report.left_out[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu_passes_are_graphs_and_every_mode_gives_the_same_tokens(dtype, tmp_path):
+    gpu_library("cupy")
+    report = measure([TINY], [dtype], backend="cupy", sizes=QUICK)
+    assert report.faults == []
+    (passes,) = report.passes
+    assert passes["how"] == "graph"
+    assert 0 < min(passes["seconds"]) <= max(passes["seconds"]) < 0.01
+    assert all(s.tau == 5.5 for s in report.speeds if s.section == "tree")
+    assert 0 < report.round_us["ddtree"] < 5000
+    assert decoding_report.write_report(report, tmp_path)
 
 
 def test_wrong_tokens_are_a_fault_and_those_not_recomputed_are_counted(monkeypatch):
@@ -153,7 +167,8 @@ def test_page_and_bars_show_the_report():
     assert "| DDTree, 7 nodes | 1 | 256 | 5,600 |  | 5.09 | 8.00 |" in text
     assert "| autoregressive | 1 | 64 | 1,001 | 20 |  |  |" in text
     ((label, bars),) = decoding_report._bars(report, "0.7 B")
-    assert (label, bars["autoregressive"]) == ("float32", pytest.approx(1100))
+    assert label == "float32"
+    assert bars["autoregressive"] == pytest.approx(1100)
     ax = figures.plot_decoding("title", [(label, bars)], peer="transformers")
     assert figures.find(ax, "float32: DDTree, 7 nodes").get_width() == pytest.approx(5600)
     told = [text.get_text() for text in ax.texts]

@@ -1,5 +1,7 @@
 """Ties: a difference is explained where exact arithmetic is near one, and nowhere else."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -64,7 +66,7 @@ def test_a_tie_within_the_bound_explains_and_one_beyond_does_not(gap, explained)
 
 def test_a_router_near_a_tie_explains():
     model = load_model(golden_bundle(), dtype="float64")
-    layer = model._layers[1].mlp
+    layer: Any = model._layers[1].mlp
     layer.router[1], layer.bias[1] = layer.router[0], layer.bias[0] + 1e-7  # two experts with nearly one score
     layer.bias[2:] -= 10.0  # and both are chosen: no tie between who is and who is not
     assert exact_logits(model, PROMPT)[1] > 1e-5

@@ -15,6 +15,7 @@ from ddtree.engine import Engine, Generation, NonFiniteLogitsError
 from ddtree.kernels import numba_cpu
 from ddtree.model import golden_bundle, load_model
 from ddtree.property_tests.compare import assert_same
+from ddtree.property_tests.project.on_gpu import gpu_library
 from ddtree.protocols import DraftContext, ResidentState
 
 
@@ -131,9 +132,8 @@ def test_wild_drafts_are_the_same_on_the_host_and_in_slots_and_are_drafts():
     drafter = WildDrafter(V, seed=2)
     texts = [rng.integers(0, V, n).astype(np.int32) for n in (40, 12, 25)]
     drafter.texts = dict(enumerate(texts))
-    state = ResidentState(
-        np.zeros((3, 48), np.int32), *(np.zeros(3, np.int32) for _ in range(5)), hidden_states={}
-    )  # fmt: skip
+    lengths, *others = (np.zeros(3, np.int32) for _ in range(5))
+    state = ResidentState(np.zeros((3, 48), np.int32), lengths, *others)
     slots = drafter.open_resident(state, L, K)
     for slot, request in enumerate((2, 0, 1)):
         slots.begin(slot, request, texts[request][:5], 5, {})
@@ -167,6 +167,16 @@ def test_wild_drafts_are_accepted_here_and_there():
     generation = Engine(model, drafter, depth=5, budget=12).generate(prompt, 40)
     assert_same(generation.tokens[0], expected[0])
     assert 1.3 < (generation.tau or 0) < 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_short_soak_on_a_gpu(dtype):
+    gpu_library("cupy")
+    record = soak(300, backend="cupy", dtype=dtype, texts=8)
+    assert record.faults == []
+    assert all(record.injected[fault] > 0 for fault in FAULTS), record.injected
+    assert {"host", "GPU", "GPU arrays"} == record.memory.keys()
+    assert all(len(series) == record.runs and min(series) > 0 for series in record.memory.values())
 
 
 def test_the_command_writes_what_it_found_and_its_exit_status_says_so(tmp_path, monkeypatch):

@@ -248,6 +248,35 @@ def test_children_end_with_the_process_that_asked(tmp_path, how):
     assert all(gone(path.name) for path in children)
 
 
+CLUSTER = """
+from dask.distributed import Client, LocalCluster
+from ddtree.engine import RequestsFailedError, generate_many
+from ddtree.property_tests.project.test_spread import DEADLY, PROMPTS, make_engine, make_touchy
+
+if __name__ == "__main__":
+    options = dict(n_workers=2, threads_per_worker=1, dashboard_address=None, worker_dashboard_address=None)
+    expected = [row.tolist() for row in make_engine().generate(PROMPTS, 6).tokens]
+    with LocalCluster(**options) as cluster, Client(cluster) as client:
+        got = generate_many(make_engine, PROMPTS, 6, executor=client.get_executor(), share=2)
+        assert [row.tolist() for row in got.tokens] == expected
+        try:
+            generate_many(make_touchy, [*PROMPTS, [DEADLY]], 6, executor=client.get_executor(retries=0), share=1)
+        except RequestsFailedError as error:
+            assert list(error.reasons) == [9], error
+            assert [row.tolist() for row in error.generation.tokens] == [*expected, []]
+            print("the same")
+"""
+
+
+def test_a_dask_cluster_gives_the_same_and_a_killed_worker_loses_no_others(tmp_path):
+    pytest.importorskip("distributed", reason="optional library distributed is not installed")
+    (tmp_path / "run.py").write_text(CLUSTER)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "run.py")], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.stdout.endswith("the same\n"), done.stderr[-3000:]
+
+
 def make_golden(backend):
     return Engine(load_model(golden_bundle(), dtype="float64", backend=backend), NgramDrafter(), depth=4, budget=8)
 
