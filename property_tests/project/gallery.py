@@ -152,13 +152,25 @@ def precision(ax=None):
     return figures.plot_precision(PrecisionTable(names, worst, mean, 1024, "bfloat16", "float32", differences), ax=ax)
 
 
+def memory(ax=None):
+    rounds = np.arange(0, 20_000, 100)
+    host = 180 + 50 * (1 - np.exp(-rounds / 1500))
+    return figures.plot_memory(rounds.tolist(), {"host": host.tolist(), "GPU": [640.0] * len(rounds)}, ax=ax)
+
+
+def decoding(ax=None):
+    wide = {"transformers": 57.0, "autoregressive": 1212.0, "DDTree, 16 nodes": 6931.0}
+    rows = [("float32", wide), ("bfloat16", {name: 1.5 * speed for name, speed in wide.items()})]
+    return figures.plot_decoding("0.7 B parameters, one request", rows, peer="transformers", ax=ax)
+
+
 FIGURES = {
     f.__name__: f
     for f in (
         tau, efficiency, expected, tau_and_speedup, tau_and_speedup_of_two, lengths, by_depth, by_depth_of_two, ranks,
         reliability,
         reliability_of_two, calibration, latency, frontier, speedup_frontier, pay, precision,
-        tree,
+        memory, decoding, tree,
     )
 }  # fmt: skip
 
