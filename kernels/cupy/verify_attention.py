@@ -15,7 +15,7 @@ THREADS = 256
 PLAIN_ROWS, PLAIN_COLUMNS = 8, 512  # of a block
 PLAIN_SPLITS = ((256, 8, 1 << 31), (32, 2, 64))
 """How far a context is split: into parts of at least so many keys, until there are so many blocks a multiprocessor, and
-into so many parts at most. Few rows are split as finely as tiles of keys are, since what fills the GPU is the context."""
+into so many parts at most. Few rows split it as finely as into tiles: nothing else would fill the GPU."""
 
 # version 2
 ROWS, KEYS, LATENT, ROTATED = 64, 16, 512, 64
