@@ -13,9 +13,10 @@ THREADS = 256
 
 # version 1
 PLAIN_ROWS, PLAIN_COLUMNS = 8, 512  # of a block
-PLAIN_SPLITS = ((256, 8, 1 << 31), (32, 2, 64))
-"""How far a context is split: into parts of at least so many keys, until there are so many blocks a multiprocessor, and
-into so many parts at most. Few rows split it as finely as into tiles: nothing else would fill the GPU."""
+PLAIN_KEYS_A_PART = 256
+"""At least so many keys are a part of the context."""
+PLAIN_BLOCKS_A_PROCESSOR = 8
+"""Where so many blocks have work, the context is not split further."""
 
 # version 2
 ROWS, KEYS, LATENT, ROTATED = 64, 16, 512, 64
@@ -75,7 +76,8 @@ def _launch_plain(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
     real = np.float64 if suffix == "f64" else np.float32
     blocks = B * blocks_for(N * H, PLAIN_ROWS) * blocks_for(C, PLAIN_COLUMNS)
     # Lengths are on the device; the table's width says how long a context can be.
-    parts = plain_parts(max_pages * S, blocks, multiprocessors())
+    enough = PLAIN_BLOCKS_A_PROCESSOR * multiprocessors() // blocks
+    parts = max(1, min(max_pages * S // PLAIN_KEYS_A_PART, enough))
     sums = empty((B, parts, N * H, C), real)
     tops, totals = empty((B, parts, N * H), real), empty((B, parts, N * H), real)
     launch(
@@ -88,15 +90,6 @@ def _launch_plain(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
         *(sums, tops, totals, node_counts, out, np.int64(out.size)),
         *(np.int32(size) for size in (N, H, C, parts)),
     )
-
-
-def plain_parts(keys: int, blocks: int, processors: int) -> int:
-    """Parts of a context of up to so many keys, where a part has so many blocks.
-
-    >>> plain_parts(2048, 2, 132), plain_parts(112, 130, 132), plain_parts(2048, 130, 132)
-    (64, 2, 8)
-    """
-    return max(1, *(min(keys // least, full * processors // blocks, most) for least, full, most in PLAIN_SPLITS))
 
 
 def _launch_tensor(arrays: tuple[Any, ...], out: Any, scale: float) -> None:

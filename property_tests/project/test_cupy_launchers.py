@@ -9,7 +9,6 @@ import pytest
 from ddtree.kernels.cupy.build_tree import most_kept, paths_size
 from ddtree.kernels.cupy.program import PROGRAMS, program_source
 from ddtree.kernels.cupy.topk_log_probs import power_of_2
-from ddtree.kernels.cupy.verify_attention import plain_parts
 
 
 @pytest.mark.parametrize("program", ["build_tree", "topk_log_probs"])
@@ -31,21 +30,3 @@ def test_sizes():
     for budget in np.arange(0, 3000, 37).tolist():
         assert paths_size(budget, 3, 5, 4) % 8 == 0
         assert power_of_2(most_kept(budget)) < 2 * most_kept(budget) + 2
-
-
-def test_a_context_is_split_until_the_gpu_is_full_and_no_finer_than_its_tiles():
-    assert [plain_parts(keys, 2, 132) for keys in (0, 1, 63, 64, 100, 512, 2048, 100_000)] == [
-        1,
-        1,
-        1,
-        2,
-        3,
-        16,
-        64,
-        390,
-    ]
-    assert [plain_parts(2048, blocks, 132) for blocks in (1, 16, 64, 130, 2000)] == [64, 16, 8, 8, 1]
-    for keys, blocks in ((96, 1), (4096, 1), (4096, 130), (33, 7)):
-        parts = plain_parts(keys, blocks, 132)
-        assert keys / parts >= 32
-        assert parts * blocks <= 8 * 132
