@@ -7,10 +7,12 @@ and carries the full docstring; these trust their caller.
 from ddtree.reference.accept_tree import accept_tree
 from ddtree.reference.build_tree import build_tree
 from ddtree.reference.choose_tokens import choose_tokens
+from ddtree.reference.commit_round import commit_round
 from ddtree.reference.compact_cache import compact_cache
 from ddtree.reference.find_draft_fault import find_draft_fault
 from ddtree.reference.find_tree_fault import find_tree_fault
 from ddtree.reference.linear import head_linear, linear
+from ddtree.reference.guard_draft import guard_draft
 from ddtree.reference.mla import mla
 from ddtree.reference.moe_experts import moe_experts
 from ddtree.reference.rms_norm import rms_norm
@@ -33,12 +35,14 @@ __all__ = [
     "accept_tree",
     "build_tree",
     "choose_tokens",
+    "commit_round",
     "compact_cache",
     "deinterleave",
     "find_draft_fault",
     "find_tree_fault",
     "head_linear",
     "linear",
+    "guard_draft",
     "mla",
     "moe_experts",
     "rms_norm",

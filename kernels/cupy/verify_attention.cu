@@ -15,8 +15,8 @@
 //   1  attend_plain_T, merge_plain_T: every type and width, without tensor cores, in float32 or, of float64, float64.
 //   2  attend_T, merge_T: float16 and bfloat16 with C = 512 and R = 64, by tensor cores (mma.sync).
 //
-// Version 1. A block takes 8 rows of a request, up to 512 columns of the latent and one of `parts` equal parts of the
-// context, in tiles of 32 keys as in an online softmax: a warp works out the scores of 4 keys for all rows, then weighs
+// Version 1. A block takes 8 rows of a request, up to 512 columns of the latent and one of at most `parts` equal parts of
+// the context, in tiles of 32 keys as in an online softmax: a warp works out the scores of 4 keys for all rows, then weighs
 // the tile for one row, then a thread adds up its two columns for every row. Sums of tiles are added up, rather than
 // keys: of thousands of keys, that loses far fewer bits. merge_plain_T takes an element a thread.
 //
@@ -87,6 +87,38 @@ template <typename Real> __device__ __forceinline__ Real max_of_warp(Real x)
     return x;
 }
 
+// Adds to the scores of a warp's keys for all rows what their elements add, W neighbours a lane at a time.
+template <int32 W, typename T, typename Real>
+__device__ __forceinline__ void add_products(
+    Real (&scores)[KEYS_A_WARP][ROWS], const T* const (&queries)[ROWS], const T* const* keys, int32 there, int32 D)
+{
+    struct alignas(W * sizeof(T)) Neighbours { T values[W]; };
+    const int32 lane = threadIdx.x % 32;
+    #pragma unroll 1
+    for (int32 d = lane * W; d < D; d += 32 * W) {
+        Neighbours x[KEYS_A_WARP], y[ROWS];
+        #pragma unroll
+        for (int32 k = 0; k < KEYS_A_WARP; ++k) x[k] = *reinterpret_cast<const Neighbours*>(keys[min(k, there - 1)] + d);
+        #pragma unroll
+        for (int32 r = 0; r < ROWS; ++r) y[r] = *reinterpret_cast<const Neighbours*>(queries[r] + d);
+        #pragma unroll
+        for (int32 r = 0; r < ROWS; ++r)
+            #pragma unroll
+            for (int32 k = 0; k < KEYS_A_WARP; ++k)
+                #pragma unroll
+                for (int32 w = 0; w < W; ++w)
+                    scores[k][r] += Real(load(&x[k].values[w])) * Real(load(&y[r].values[w]));
+    }
+}
+
+// Keys of a part: whole tiles, as few as will do, so that neither what else is in the batch nor, at short contexts, how
+// many parts there may be, has a say in how a row's keys are shared out.
+__device__ __forceinline__ int32 part_length(int32 context, int32 parts)
+{
+    const int64 most = int64(KEYS) * parts;
+    return KEYS * int32((context + most - 1) / most);
+}
+
 // Grid: B * parts * column blocks * row blocks, the last fastest.
 template <typename T, typename Real>
 __device__ __forceinline__ void attend(
@@ -109,16 +141,19 @@ __device__ __forceinline__ void attend(
 
     const int32 prefix = prefix_lens[b], count = node_counts[b];
     const int32 context = count > 0 ? prefix + count : 0;
-    const int32 length = (context + parts - 1) / parts;  // of a part
+    const int32 length = part_length(context, parts);
     const int32 begin = int32(min(int64(part) * length, int64(context))), end = min(begin + length, context);
     const int64 used_rows = int64(count) * H;
+    if (begin >= end || first_row >= used_rows) return;  // a whole block; nobody reads what it would write
 
     // Rows of no node repeat the last one of a node; what they add up to is not written.
     const T* queries[ROWS];
     #pragma unroll
     for (int32 r = 0; r < ROWS; ++r)
-        queries[r] = q + (int64(b) * rows + max(min(first_row + r, used_rows - 1), int64(0))) * D;
+        queries[r] = q + (int64(b) * rows + min(first_row + r, used_rows - 1)) * D;
 
+    constexpr int32 WIDE = sizeof(T) > 4 ? 2 : 4;
+    const bool in_chunks = D % WIDE == 0 && (uint64(q) | uint64(cache)) % (WIDE * sizeof(T)) == 0;
     const int64 own_row = first_row + warp;  // that this warp weighs
     const bool own_used = own_row < used_rows;
     const uint32* own_words = words + (int64(b) * N + (own_used ? own_row / H : 0)) * ((N + 31) / 32);
@@ -126,7 +161,7 @@ __device__ __forceinline__ void attend(
     Real columns[ROWS][2] = {};
     const int32 c0 = first_column + t, c1 = c0 + THREADS;
 
-    for (int32 start = begin; start < end && first_row < used_rows; start += KEYS) {
+    for (int32 start = begin; start < end; start += KEYS) {
         const int32 tile = min(KEYS, end - start);
         if (t < tile) {
             const int32 key = start + t;
@@ -135,19 +170,13 @@ __device__ __forceinline__ void attend(
         // The places of the keys, to all warps; and all are through with the weights of the last tile.
         __syncthreads();
         Real scores[KEYS_A_WARP][ROWS] = {};
-        for (int32 d = lane; d < D; d += 32) {
-            Real x[KEYS_A_WARP];
-            #pragma unroll
-            for (int32 k = 0; k < KEYS_A_WARP; ++k) {
-                const int32 key = warp * KEYS_A_WARP + k;
-                x[k] = key < tile ? load(keys[key] + d) : Real(0);
-            }
-            #pragma unroll
-            for (int32 r = 0; r < ROWS; ++r) {
-                const Real y = load(queries[r] + d);
-                #pragma unroll
-                for (int32 k = 0; k < KEYS_A_WARP; ++k) scores[k][r] += x[k] * y;
-            }
+        // A key too many is the last one again, whose score nobody reads.
+        const int32 there = tile - warp * KEYS_A_WARP;
+        if (there > 0) {
+            if (in_chunks)
+                add_products<WIDE>(scores, queries, keys + warp * KEYS_A_WARP, there, D);
+            else
+                add_products<1>(scores, queries, keys + warp * KEYS_A_WARP, there, D);
         }
         #pragma unroll
         for (int32 k = 0; k < KEYS_A_WARP; ++k)
@@ -173,6 +202,7 @@ __device__ __forceinline__ void attend(
         // Weights, and the factors of what was added up before, to the threads that add up columns.
         __syncthreads();
         Real added[ROWS][2] = {};
+        #pragma unroll 8
         for (int32 k = 0; k < tile; ++k) {
             // A key that a row does not see may be infinite or NaN, so it is not multiplied by its weight of -0.
             const Real x0 = c0 < C ? load(keys[k] + c0) : Real(0), x1 = c1 < C ? load(keys[k] + c1) : Real(0);
@@ -210,19 +240,23 @@ __device__ __forceinline__ void attend(
 // One thread an element of `out`.
 template <typename T, typename Real>
 __device__ __forceinline__ void merge(
-    const Real* sums, const Real* tops, const Real* totals, const int32* node_counts, T* out, int64 elements, int32 N,
-    int32 H, int32 C, int32 parts)
+    const Real* sums, const Real* tops, const Real* totals, const int32* prefix_lens, const int32* node_counts, T* out,
+    int64 elements, int32 N, int32 H, int32 C, int32 parts)
 {
     const int64 element = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (element >= elements) return;
     const int64 rows = int64(N) * H, c = element % C, row = element / C % rows, b = element / C / rows;
     Real value = 0;
-    if (row / H < node_counts[b]) {
+    const int32 count = node_counts[b];
+    if (row / H < count) {
         const int64 first = b * parts * rows + row;
+        const int32 context = prefix_lens[b] + count, length = part_length(context, parts);
+        const int32 used = (context + length - 1) / length;
         Real top = Real(minus_infinity()), total = 0;
-        for (int32 part = 0; part < parts; ++part) top = fmax(top, tops[first + part * rows]);
-        #pragma unroll 1
-        for (int32 part = 0; part < parts; ++part) {
+        #pragma unroll 4
+        for (int32 part = 0; part < used; ++part) top = fmax(top, tops[first + part * rows]);
+        #pragma unroll 4
+        for (int32 part = 0; part < used; ++part) {
             const int64 at = first + part * rows;
             const Real factor = exp(tops[at] - top);
             value += sums[at * C + c] * factor;
@@ -235,8 +269,8 @@ __device__ __forceinline__ void merge(
 
 }  // namespace plain
 
-#define DDTREE_PLAIN(suffix, T, Real)                                                                               \
-    extern "C" __global__ void __launch_bounds__(256) attend_plain_##suffix(                                        \
+#define DDTREE_PLAIN(suffix, T, Real, BLOCKS)                                                                       \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) attend_plain_##suffix(                                \
         const T* q, const T* cache, const int32* page_table, const int32* prefix_lens, const uint32* words,         \
         const int32* node_counts, Real* sums, Real* tops, Real* totals, Real scale, int32 N, int32 H, int32 C,      \
         int32 D, int32 S, int32 max_pages, int32 parts)                                                             \
@@ -245,15 +279,15 @@ __device__ __forceinline__ void merge(
                                H, C, D, S, max_pages, parts);                                                       \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(256) merge_plain_##suffix(                                         \
-        const Real* sums, const Real* tops, const Real* totals, const int32* node_counts, T* out, int64 elements,   \
-        int32 N, int32 H, int32 C, int32 parts)                                                                     \
+        const Real* sums, const Real* tops, const Real* totals, const int32* prefix_lens, const int32* node_counts, \
+        T* out, int64 elements, int32 N, int32 H, int32 C, int32 parts)                                             \
     {                                                                                                               \
-        plain::merge<T, Real>(sums, tops, totals, node_counts, out, elements, N, H, C, parts);                      \
+        plain::merge<T, Real>(sums, tops, totals, prefix_lens, node_counts, out, elements, N, H, C, parts);         \
     }
-DDTREE_PLAIN(f16, __half, float)
-DDTREE_PLAIN(bf16, __nv_bfloat16, float)
-DDTREE_PLAIN(f32, float, float)
-DDTREE_PLAIN(f64, double, double)
+DDTREE_PLAIN(f16, __half, float, 1)
+DDTREE_PLAIN(bf16, __nv_bfloat16, float, 2)
+DDTREE_PLAIN(f32, float, float, 2)
+DDTREE_PLAIN(f64, double, double, 1)
 
 // ---------------------------------------------------------------------------------------------------------- version 2
 
