@@ -11,8 +11,8 @@ from ddtree.reference.commit_round import commit_round
 from ddtree.reference.compact_cache import compact_cache
 from ddtree.reference.find_draft_fault import find_draft_fault
 from ddtree.reference.find_tree_fault import find_tree_fault
-from ddtree.reference.linear import head_linear, linear
 from ddtree.reference.guard_draft import guard_draft
+from ddtree.reference.linear import head_linear, linear
 from ddtree.reference.mla import mla
 from ddtree.reference.moe_experts import moe_experts
 from ddtree.reference.rms_norm import rms_norm
@@ -40,9 +40,9 @@ __all__ = [
     "deinterleave",
     "find_draft_fault",
     "find_tree_fault",
+    "guard_draft",
     "head_linear",
     "linear",
-    "guard_draft",
     "mla",
     "moe_experts",
     "rms_norm",
