@@ -28,7 +28,6 @@ MODEL_DTYPES = ("bfloat16", "float32", "float64")
 PIECE = 1 << 26
 """Bytes of a tensor that are converted at a time."""
 
-
 LORA_NORM_EPS = 1e-6
 """Of the norms inside attention, whatever the configuration's ``rms_norm_eps`` says."""
 
@@ -102,6 +101,8 @@ class DeepseekV3:
         A tensor is missing, left over or has another shape than the configuration says; it is named.
     TypeError
         A tensor is of another type than those above.
+    MemoryError
+        There is no room for a tensor where the model is to live: it is named, with the bytes that it needs.
     BackendUnavailable
         The backend cannot be used here or has no ``verify_attention``.
     """
@@ -128,7 +129,8 @@ class DeepseekV3:
         self.dtype = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
         self.backend = backend
         self._precise = np.dtype("float64" if dtype == "float64" else "float32")
-        self._ops = importlib.import_module("ddtree.model.layers" if kind == "numpy" else "ddtree.kernels.cupy")
+        self._on_host = kind == "numpy"
+        self._ops = importlib.import_module("ddtree.model.layers" if self._on_host else "ddtree.kernels.cupy")
         read = _Reader(config, weights, self.dtype, importlib.import_module(kind))
         self._embedding = read("model.embed_tokens.weight")
         self._layers = [_pack_layer(read, i) for i in range(config.num_hidden_layers)]
@@ -144,13 +146,16 @@ class DeepseekV3:
 
     @property
     def capturable(self) -> bool:
-        """Whether a pass waits for no value of its arrays, so that a CUDA graph can be made of it: on a GPU."""
-        return array_kind(self._embedding) == "cupy"
+        """Whether a CUDA graph can be made of a pass, once one of its shape has been run: with ``backend="cupy"``.
+
+        Such a pass works on all slots, whatever the counts are, so that it waits for no value of its arrays.
+        """
+        return self.backend == "cupy"
 
     @property
     def small_products(self) -> bool:
         """Whether its products on the host are too small to share between threads (see :mod:`ddtree.threads`)."""
-        return self.config.hidden_size < SMALL and array_kind(self._embedding) == "numpy"
+        return self.config.hidden_size < SMALL and self._on_host
 
     @property
     def embedding(self) -> Any:
@@ -186,8 +191,8 @@ class DeepseekV3:
         Parameters
         ----------
         tree : DraftTree
-            B trees of N slots; a prompt is a :func:`ddtree.trees.chain_tree`. Arrays on the host are taken to a model
-            on the GPU.
+            B trees of N slots; a prompt is a :func:`ddtree.trees.chain_tree`. A count of 0 is a free place in the
+            batch. Arrays on the host are taken to a model on the GPU; there, token ids below 0 are read as 0.
         cache : KVCache
             Storage of :meth:`new_cache`'s shape and type. Node i of request b goes to row ``prefix_lens[b] + i``;
             unused slots write nothing, and rows that no node sees are not read.
@@ -252,7 +257,7 @@ class DeepseekV3:
         if isinstance(w, _Dense):
             return ops.swiglu(h, w.gate_up, w.down, residual=h, **norm)
         x = h
-        if not self.capturable:  # on the host a norm is a step of its own: one for both that read it
+        if self._on_host:  # where a norm is a step of its own: one for both that read it
             x, norm = rms_norm(h, w.norm, eps=c.rms_norm_eps), {}
         expert_ids, weights = ops.route_experts(
             ops.linear(x, w.router, dtype=self._precise, **norm),
@@ -290,7 +295,7 @@ class DeepseekV3:
             if not 0 <= layer <= c.num_hidden_layers:
                 raise ValueError(f"hidden_layers must lie in 0 … {c.num_hidden_layers}, got {layer}")
 
-        if self.capturable:
+        if not self._on_host:
             rope = functools.partial(
                 self._ops.rope,
                 page_table=table,
