@@ -6,7 +6,7 @@ Letters: B requests running, L draft depth limit, K candidates a depth, N = 1 + 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -270,8 +270,12 @@ class Engine:
             raise ValueError(f"request_ids must have one entry a prompt, {len(tokens)}, got {len(keys)}")
         keys = [integer(f"request_ids[{i}]", key, 0, 2**63 - 1) for i, key in enumerate(keys)]
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "backend": self.backend}
+        return self.new_run(plan, tokens, max_new_tokens, stops, keys, sampling)
+
+    def new_run(self, plan: Plan, *arguments: Any) -> Run:
+        """Open a generation whose arguments have been checked; its rounds are made as the target has them made."""
         kind = ResidentRun if self.resident and plan.policy is None else HostRun
-        return kind(self, plan, tokens, max_new_tokens, stops, keys, sampling)
+        return kind(self, plan, *arguments)
 
     def _plan(self, mode: Mode) -> Plan:
         plans = {

@@ -332,11 +332,12 @@ class ResidentRun(Run):
     def fill(self, slots: list[int], requests: list[int], choices: Any) -> None:
         """Set the state of slots to that of requests whose prompts have been run."""
         s, xp = self.loop.state, self.xp
-        for slot, request in zip(slots, requests, strict=True):
-            prompt, table = self.committed.prompt(request), self.table[request]
-            s.tokens[slot, : len(prompt)] = xp.asarray(prompt)
-            s.page_table[slot, : len(table)] = xp.asarray(table)
         at = xp.asarray(np.array(slots))
+        prompts = np.zeros((len(slots), int(self.committed.prompt_lens[requests].max())), np.int32)
+        for row, request in zip(prompts, requests, strict=True):
+            row[: self.committed.prompt_lens[request]] = self.committed.prompt(request)
+        s.tokens[at, : prompts.shape[1]] = xp.asarray(prompts)
+        s.page_table[at, : self.table.shape[1]] = xp.asarray(self.table[requests])
         lens = xp.asarray(self.committed.prompt_lens[requests].astype(np.int32))
         left = xp.asarray(self.committed.remaining[requests].astype(np.int32) - 1)
         ended = (choices < 0) | (choices[:, None] == self.loop.stops).any(axis=1)

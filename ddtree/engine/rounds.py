@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -79,19 +79,31 @@ class HostRun(Run):
         with self.timed("compact_cache"):
             self.cache.compact(cache, acceptance)
 
-        host_tree = converted(tree, to_numpy)
+        def shown(b: int, path: NDArray[Any]) -> dict[int, Any]:
+            return self.kept_rows(output.hidden_states, b, path)
+
+        return self.end_round(converted(tree, to_numpy), to_numpy(choices), kept, shown)
+
+    def end_round(
+        self,
+        tree: DraftTree,
+        choices: NDArray[np.int32],
+        kept: Acceptance,
+        shown: Callable[[int, NDArray[Any]], dict[int, Any]],
+    ) -> Round:
+        """Commit what the active requests have kept, all on the host; ``shown(b, path)`` are a path's hidden states."""
+        requests = np.array(self.active)
         self.emissions = []
-        ended = self.commit(requests, emitted_tokens(host_tree, kept), kept.lengths)
+        ended = self.commit(requests, emitted_tokens(tree, kept), kept.lengths)
         self.ended += ended
         for b, request in enumerate(requests.tolist()):
             if request in ended:
                 del self.hidden_states[request]
             else:
-                path = kept.node_indices[b, : kept.lengths[b]]
-                self.hidden_states[request] = self.kept_rows(output.hidden_states, b, path)
+                self.hidden_states[request] = shown(b, kept.node_indices[b, : kept.lengths[b]])
         # In an unused slot the choice follows from whatever logits the target left there.
-        target_token_ids = np.where(host_tree.depths >= 0, to_numpy(choices), np.int32(-1))
-        return Round(tuple(requests.tolist()), host_tree, target_token_ids, kept)
+        target_token_ids = np.where(tree.depths >= 0, choices, np.int32(-1))
+        return Round(tuple(requests.tolist()), tree, target_token_ids, kept)
 
     def leaves_out_unused(self, shape: tuple[int, ...], wanted: tuple[int, ...], tree: DraftTree) -> bool:
         """Whether logits of another shape are those of fewer slots, of which no request uses more."""

@@ -210,7 +210,7 @@ class Run:
             error.add_note(f"drafter {name_of(self.drafter)} drafted for requests {', '.join(map(str, requests))}")
             raise
         self.began, self.ended = [], []
-        return checked_draft(self.drafter, draft, (len(requests), depth, topk), self.native)
+        return checked_draft(self.drafter, draft, (len(requests), depth, topk), self.drafted)
 
     def commit(self, requests: Any, tokens: Any, counts: Any, *, of_round: bool = True) -> list[int]:
         """Append what requests emitted, whose last tokens may end them.
@@ -263,6 +263,10 @@ class Run:
         forget = getattr(self.drafter, "forget", None)
         if forget is not None:
             forget([*self.ended, *self.active])
+
+    def drafted(self, array: Any) -> Any:
+        """A drafter's array as rounds take it."""
+        return self.native(array)
 
     def native(self, array: Any) -> Any:
         """``array`` as the kind that the target's cache is, C-contiguous."""

@@ -87,6 +87,30 @@ template <typename Real> __device__ __forceinline__ Real max_of_warp(Real x)
     return x;
 }
 
+// Adds to the scores of a warp's keys for all rows what their elements add, W neighbours a lane at a time.
+template <int32 W, typename T, typename Real>
+__device__ __forceinline__ void add_products(
+    Real (&scores)[KEYS_A_WARP][ROWS], const T* const (&queries)[ROWS], const T* const* keys, int32 there, int32 D)
+{
+    struct alignas(W * sizeof(T)) Neighbours { T values[W]; };
+    const int32 lane = threadIdx.x % 32;
+    #pragma unroll 1
+    for (int32 d = lane * W; d < D; d += 32 * W) {
+        Neighbours x[KEYS_A_WARP], y[ROWS];
+        #pragma unroll
+        for (int32 k = 0; k < KEYS_A_WARP; ++k) x[k] = *reinterpret_cast<const Neighbours*>(keys[min(k, there - 1)] + d);
+        #pragma unroll
+        for (int32 r = 0; r < ROWS; ++r) y[r] = *reinterpret_cast<const Neighbours*>(queries[r] + d);
+        #pragma unroll
+        for (int32 r = 0; r < ROWS; ++r)
+            #pragma unroll
+            for (int32 k = 0; k < KEYS_A_WARP; ++k)
+                #pragma unroll
+                for (int32 w = 0; w < W; ++w)
+                    scores[k][r] += Real(load(&x[k].values[w])) * Real(load(&y[r].values[w]));
+    }
+}
+
 // Keys of a part: whole tiles, as few as will do, so that neither what else is in the batch nor, at short contexts, how
 // many parts there may be, has a say in how a row's keys are shared out.
 __device__ __forceinline__ int32 part_length(int32 context, int32 parts)
@@ -128,6 +152,8 @@ __device__ __forceinline__ void attend(
     for (int32 r = 0; r < ROWS; ++r)
         queries[r] = q + (int64(b) * rows + min(first_row + r, used_rows - 1)) * D;
 
+    constexpr int32 WIDE = sizeof(T) > 4 ? 2 : 4;
+    const bool in_chunks = D % WIDE == 0 && (uint64(q) | uint64(cache)) % (WIDE * sizeof(T)) == 0;
     const int64 own_row = first_row + warp;  // that this warp weighs
     const bool own_used = own_row < used_rows;
     const uint32* own_words = words + (int64(b) * N + (own_used ? own_row / H : 0)) * ((N + 31) / 32);
@@ -144,19 +170,13 @@ __device__ __forceinline__ void attend(
         // The places of the keys, to all warps; and all are through with the weights of the last tile.
         __syncthreads();
         Real scores[KEYS_A_WARP][ROWS] = {};
-        for (int32 d = lane; d < D; d += 32) {
-            Real x[KEYS_A_WARP];
-            #pragma unroll
-            for (int32 k = 0; k < KEYS_A_WARP; ++k) {
-                const int32 key = warp * KEYS_A_WARP + k;
-                x[k] = key < tile ? load(keys[key] + d) : Real(0);
-            }
-            #pragma unroll
-            for (int32 r = 0; r < ROWS; ++r) {
-                const Real y = load(queries[r] + d);
-                #pragma unroll
-                for (int32 k = 0; k < KEYS_A_WARP; ++k) scores[k][r] += x[k] * y;
-            }
+        // A key too many is the last one again, whose score nobody reads.
+        const int32 there = tile - warp * KEYS_A_WARP;
+        if (there > 0) {
+            if (in_chunks)
+                add_products<WIDE>(scores, queries, keys + warp * KEYS_A_WARP, there, D);
+            else
+                add_products<1>(scores, queries, keys + warp * KEYS_A_WARP, there, D);
         }
         #pragma unroll
         for (int32 k = 0; k < KEYS_A_WARP; ++k)
@@ -182,6 +202,7 @@ __device__ __forceinline__ void attend(
         // Weights, and the factors of what was added up before, to the threads that add up columns.
         __syncthreads();
         Real added[ROWS][2] = {};
+        #pragma unroll 8
         for (int32 k = 0; k < tile; ++k) {
             // A key that a row does not see may be infinite or NaN, so it is not multiplied by its weight of -0.
             const Real x0 = c0 < C ? load(keys[k] + c0) : Real(0), x1 = c1 < C ? load(keys[k] + c1) : Real(0);
@@ -248,8 +269,8 @@ __device__ __forceinline__ void merge(
 
 }  // namespace plain
 
-#define DDTREE_PLAIN(suffix, T, Real)                                                                               \
-    extern "C" __global__ void __launch_bounds__(256) attend_plain_##suffix(                                        \
+#define DDTREE_PLAIN(suffix, T, Real, BLOCKS)                                                                       \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) attend_plain_##suffix(                                \
         const T* q, const T* cache, const int32* page_table, const int32* prefix_lens, const uint32* words,         \
         const int32* node_counts, Real* sums, Real* tops, Real* totals, Real scale, int32 N, int32 H, int32 C,      \
         int32 D, int32 S, int32 max_pages, int32 parts)                                                             \
@@ -263,10 +284,10 @@ __device__ __forceinline__ void merge(
     {                                                                                                               \
         plain::merge<T, Real>(sums, tops, totals, prefix_lens, node_counts, out, elements, N, H, C, parts);         \
     }
-DDTREE_PLAIN(f16, __half, float)
-DDTREE_PLAIN(bf16, __nv_bfloat16, float)
-DDTREE_PLAIN(f32, float, float)
-DDTREE_PLAIN(f64, double, double)
+DDTREE_PLAIN(f16, __half, float, 1)
+DDTREE_PLAIN(bf16, __nv_bfloat16, float, 2)
+DDTREE_PLAIN(f32, float, float, 2)
+DDTREE_PLAIN(f64, double, double, 1)
 
 // ---------------------------------------------------------------------------------------------------------- version 2
 

@@ -79,8 +79,8 @@ def _launch_plain(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
     blocks = B * blocks_for(N * H, PLAIN_ROWS) * blocks_for(C, PLAIN_COLUMNS)
     # Lengths are on the device; the table's width says how long a context can be.
     enough = PLAIN_BLOCKS_A_PROCESSOR * multiprocessors() // blocks
-    most = max(1, min(enough, blocks_for(max_pages * S, PLAIN_KEYS)))
-    parts = next(parts for parts in PLAIN_PARTS if parts <= most)
+    enough = next(parts for parts in PLAIN_PARTS if parts <= max(enough, 1))
+    parts = max(1, min(enough, blocks_for(max_pages * S, PLAIN_KEYS)))
     sums = empty((B, parts, N * H, C), real)
     tops, totals = empty((B, parts, N * H), real), empty((B, parts, N * H), real)
     launch(
