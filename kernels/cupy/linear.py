@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ddtree.kernels.cupy.cublas import MOST_FEW, matmul
-from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, suffix_of
+from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, multiprocessors, suffix_of
 from ddtree.kernels.cupy.rms_norm import rms_norm
 
 __all__ = ["Form", "linear", "multiply", "sum_type"]
@@ -14,7 +14,9 @@ FMA_PARTS, MMA_PARTS = 4, 8
 """The most warps of a block: parts of the columns."""
 PART_LOADS = 2
 """Of each row of W that a part has before there are more parts."""
-RING_THREADS, RING_ROWS, STAGES, STEP_BYTES = 128, 64, 4, 128
+RING_THREADS, RING_ROWS, STEP_BYTES = 128, 64, 128
+FULL = 8
+"""Blocks a multiprocessor, from which on they share no outputs."""
 LARGE = 1 << 24
 """Elements of a matrix that goes through the ring: its rows alone fill a GPU."""
 
@@ -94,7 +96,7 @@ class Form:
     def shared(self, tile: tuple[int, int]) -> int:
         """Bytes of dynamic shared memory that a block takes."""
         if self.by_ring:
-            return STAGES * (tile[0] + tile[1]) * STEP_BYTES
+            return (3 if tile[0] > 32 else 4) * (tile[0] + tile[1]) * STEP_BYTES
         return self.threads // 32 * tile[0] * (tile[1] + 4) * 4 if self.by_mma else 0
 
     def name(self, kind: str, tile: tuple[int, int]) -> str:
@@ -143,11 +145,13 @@ def multiply(
     ]
     if gain is not None and not form.takes(given[0]):
         given[0] = given[0].copy()
+    blocks, tiles = blocks_for(rows, tile[1]), blocks_for(M, tile[0])
+    sharers = tiles if form.by_mma else min(tiles, blocks_for(FULL * multiprocessors(), max(blocks * H, 1)))
     strides = (np.int64(n // a.dtype.itemsize) for a in (x, y) for n in a.strides[:2])
     launch(
-        *("linear", form.name(kind, tile), (blocks_for(M, tile[0]) * blocks_for(rows, tile[1]), H), form.threads),
+        *("linear", form.name(kind, tile), (blocks * sharers, H), form.threads),
         *(x, weight, *given, y, *(np.int32(n) for n in (M, D, outputs)), *strides),
-        *(np.float64(eps), np.int32(y.dtype != x.dtype)),
+        *(np.float64(eps), np.int32(y.dtype != x.dtype), np.int32(sharers)),
         shared=form.shared(tile),
     )
     return y

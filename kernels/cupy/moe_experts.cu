@@ -52,6 +52,9 @@ struct Experts {
         return taken || expert < 0 || expert >= routed ? -1 : expert;
     }
 
+    // Whether a place that has an expert is sure to have work: before its pairs have been found, W may be on its way.
+    __device__ bool has_work(int32 place) const { return M * K < routed || place >= routed; }
+
     // Adds an expert's pairs among the next blockDim.x candidates to the `count` that have been found, in order.
     __device__ int32 find_pairs(int32 expert, int32 candidate, int32 end, int32 count, int32* found) const
     {
@@ -129,6 +132,12 @@ __device__ __forceinline__ void expert_block(
     if (expert < 0) return;
     const int32 outputs = GATED ? I : D, width = GATED ? D : I;
     const T* weights = matrices + int64(expert) * (GATED ? 2 : 1) * I * D;
+    if (experts.has_work(blockIdx.x)) {
+        constexpr int32 OUTPUTS = GATED ? ROWS / 2 : ROWS;
+        const int64 first = int64(blockIdx.y) * OUTPUTS, rows = min(int64(OUTPUTS), outputs - first);
+        prefetch_rows(weights + first * width, rows, width);
+        if (GATED) prefetch_rows(weights + (first + outputs) * width, rows, width);
+    }
     const auto input = [&](int32 t) { return x + int64(GATED ? pairs[t] / experts.a_token() : pairs[t]) * width; };
     while (true) {
         for (; count < TOKENS && candidate < end; candidate += blockDim.x)
@@ -217,9 +226,9 @@ COMBINE(combine_f32, float)
 COMBINE(combine_f64, double)
 
 #define BY_MMA(suffix, T)                                                                                              \
-    GATED(gated_8_##suffix, T, 32 * MMA_PARTS, 3, 8, 16, 0)                                                            \
+    GATED(gated_8_##suffix, T, 32 * MMA_PARTS, 2, 8, 16, 0)                                                            \
     GATED(gated_32_##suffix, T, 32 * MMA_PARTS, 2, 32, 16, 0)                                                          \
-    DOWN(down_8_##suffix, T, 32 * MMA_PARTS, 3, 8, 16, 0)                                                              \
+    DOWN(down_8_##suffix, T, 32 * MMA_PARTS, 2, 8, 16, 0)                                                              \
     DOWN(down_32_##suffix, T, 32 * MMA_PARTS, 2, 32, 16, 0)
 
 DDTREE_SHARED(gated_8_f16, mma_bytes(8, 16));

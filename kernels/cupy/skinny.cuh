@@ -16,6 +16,14 @@
 
 constexpr int32 FMA_PARTS = 4, MMA_PARTS = 8;  // the most warps of a block; `linear.py` says it too
 
+// Brings the lines of some rows of W, which lie behind each other, to L2: before what they are multiplied with is there.
+template <typename W> __device__ __forceinline__ void prefetch_rows(const W* rows, int64 count, int32 width)
+{
+    const auto* bytes = reinterpret_cast<const unsigned char*>(rows);
+    for (int64 at = threadIdx.x * 128; at < count * width * int64(sizeof(W)); at += blockDim.x * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(bytes + at));
+}
+
 template <typename T, int32 N> struct alignas(N * sizeof(T)) Chunk {
     T values[N];
 };
@@ -184,7 +192,7 @@ __device__ __forceinline__ void multiply_by_mma(
     int32 output_block, Input input, Store store)
 {
     constexpr int32 OUTPUTS = PAIRED ? ROWS / 2 : ROWS, ROW_TILES = ROWS / 16, TILES = TOKENS / 8;
-    constexpr int32 STRIDE = 32, CHUNK = 8, PITCH = mma_pitch(ROWS);
+    constexpr int32 STRIDE = 32, CHUNK = 8, PITCH = mma_pitch(ROWS), AT_ONCE = TOKENS == 8 ? 4 : 2;
     extern __shared__ __align__(16) float partial[];  // (parts, TOKENS, PITCH), the squares at ROWS
     const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = output_block * OUTPUTS;
 
@@ -205,28 +213,35 @@ __device__ __forceinline__ void multiply_by_mma(
 #pragma unroll
     for (int32 n = 0; n < TILES; ++n) x[n] = input(min(n * 8 + lane / 4, tokens - 1));
     float sums[ROW_TILES][TILES][4] = {}, squares[TILES] = {};
-    // All lanes take part in mma, whether their columns are there or not.
     const uint4 nothing = {};
-#pragma unroll(TOKENS == 8 ? 4 : 2)
-    for (int32 k = begin, base = begin - lane % 4 * CHUNK; base < end; k += STRIDE, base += STRIDE) {
-        const bool there = k < end;
-        uint4 w[ROW_TILES][2], own[TILES], g = nothing;
+    // All lanes take part in mma, whether their columns are there or not.
+    for (int32 base = begin - lane % 4 * CHUNK; base < end; base += AT_ONCE * STRIDE) {
+        // All loads before the first branch, so that they are under way together.
+        uint4 w[AT_ONCE][ROW_TILES][2], own[AT_ONCE][TILES], g[AT_ONCE];
 #pragma unroll
-        for (int32 m = 0; m < ROW_TILES; ++m) {
+        for (int32 u = 0; u < AT_ONCE; ++u) {
+            const int32 k = base + u * STRIDE + lane % 4 * CHUNK;
+            const bool there = k < end;
 #pragma unroll
-            for (int32 i = 0; i < 2; ++i)
-                w[m][i] = there ? *reinterpret_cast<const uint4*>(rows[m][i] + k) : nothing;
+            for (int32 m = 0; m < ROW_TILES; ++m) {
+#pragma unroll
+                for (int32 i = 0; i < 2; ++i)
+                    w[u][m][i] = there ? *reinterpret_cast<const uint4*>(rows[m][i] + k) : nothing;
+            }
+#pragma unroll
+            for (int32 n = 0; n < TILES; ++n)
+                own[u][n] = there && n * 8 < tokens ? *reinterpret_cast<const uint4*>(x[n] + k) : nothing;
+            g[u] = there && gain ? *reinterpret_cast<const uint4*>(gain + k) : nothing;
         }
-        if (gain && there) g = *reinterpret_cast<const uint4*>(gain + k);
 #pragma unroll
-        for (int32 n = 0; n < TILES; ++n)
-            own[n] = there && n * 8 < tokens ? *reinterpret_cast<const uint4*>(x[n] + k) : nothing;
+        for (int32 u = 0; u < AT_ONCE; ++u) {
 #pragma unroll
-        for (int32 n = 0; n < TILES; ++n) {
-            if (n * 8 >= tokens) break;
-            if (gain) take_gain<T>(own[n], g, squares[n]);
+            for (int32 n = 0; n < TILES; ++n) {
+                if (n * 8 >= tokens) break;
+                if (gain) take_gain<T>(own[u][n], g[u], squares[n]);
 #pragma unroll
-            for (int32 m = 0; m < ROW_TILES; ++m) mma(sums[m][n], w[m][0], w[m][1], own[n], weights);
+                for (int32 m = 0; m < ROW_TILES; ++m) mma(sums[m][n], w[u][m][0], w[u][m][1], own[u][n], weights);
+            }
         }
     }
 #pragma unroll
@@ -267,12 +282,17 @@ __device__ __forceinline__ void multiply_by_mma(
     }
 }
 
-// By tensor cores through a ring of STAGES stages of shared memory, filled by cp.async, 64 columns at a time. A row of a
+// By tensor cores through a ring of some stages of shared memory, filled by cp.async, 64 columns at a time. A row of a
 // stage is 128 bytes, its 8 chunks of 16 bytes in the order chunk ^ (row % 8), so that ldmatrix meets no bank twice. A
 // warp has 16 rows of W (of PAIRED, the block's first half is gate's and the second up's) and all columns.
-constexpr int32 RING_THREADS = 128, RING_ROWS = 64, STAGES = 4, STEP_BYTES = 128;
+constexpr int32 RING_THREADS = 128, RING_ROWS = 64, STEP_BYTES = 128;
 
-__device__ constexpr int32 ring_bytes(int32 tokens) { return STAGES * (RING_ROWS + tokens) * STEP_BYTES; }
+__device__ constexpr int32 ring_stages(int32 tokens) { return tokens > 32 ? 3 : 4; }
+
+__device__ constexpr int32 ring_bytes(int32 tokens)
+{
+    return ring_stages(tokens) * (RING_ROWS + tokens) * STEP_BYTES;
+}
 
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 
@@ -298,7 +318,7 @@ __device__ __forceinline__ void multiply_by_ring(
     constexpr int32 ROWS = RING_ROWS, OUTPUTS = PAIRED ? ROWS / 2 : ROWS, STAGE_BYTES = (ROWS + TOKENS) * STEP_BYTES;
     constexpr int32 COLUMNS = STEP_BYTES / sizeof(T), CHUNK = 16 / sizeof(T), TILES = TOKENS / 8;
     constexpr int32 ROWS_AT_ONCE = RING_THREADS / 8, X_COPIES = (TOKENS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-    constexpr int32 PITCH = ROWS + 4;  // of the sums, in floats
+    constexpr int32 PITCH = ROWS + 4, STAGES = ring_stages(TOKENS);  // the former of the sums, in floats
     static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE_BYTES, "the sums take the place of the stages");
     extern __shared__ __align__(128) float stages[];
     const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = output_block * OUTPUTS;
