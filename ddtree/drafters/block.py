@@ -470,8 +470,8 @@ class _ResidentBlocks:
         drafter, state, eps = self._drafter, self._state, self._drafter.config.rms_norm_eps
         if state.hidden_states:
             B, J, layers_read, D = self._features.shape
-            for i, layer in enumerate(drafter.hidden_layers):  # not joined: CuPy would bring their addresses from here
-                rows = state.hidden_states[layer].astype(drafter._dtype, copy=False)
+            for i, read in enumerate(drafter.hidden_layers):  # not joined: CuPy would bring their addresses from here
+                rows = state.hidden_states[read].astype(drafter._dtype, copy=False)
                 _bits(self._features)[:, :, i] = _bits(rows)
             features = self._features.reshape(B * J, layers_read * D)
             self._append(features, state.lengths, state.kept, slice(None))
