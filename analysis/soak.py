@@ -32,6 +32,7 @@ from rich.table import Table
 from ddtree.analysis.environment import commit, devices, kernel_sources_hash, versions
 from ddtree.analysis.margins import BOUNDS, Difference, Sampling, first_differences
 from ddtree.analysis.progress import progress_bar
+from ddtree.analysis.verify_on_gpu import prepare_for_sanitizer, start_sanitizer
 from ddtree.arrays import array_kind, array_namespace
 from ddtree.backends import BACKENDS
 from ddtree.drafters import NgramDrafter
@@ -385,6 +386,8 @@ class Record:
         MiB then, by whose it is.
     growth : dict of str to dict
         The lines through these.
+    sanitizer : dict of str to str
+        What each of compute-sanitizer's tools said of a short soak; empty where it was not asked.
     """
 
     settings: dict[str, Any]
@@ -400,6 +403,7 @@ class Record:
     sampled_rounds: list[int] = field(default_factory=list)
     memory: dict[str, list[float]] = field(default_factory=dict)
     growth: dict[str, Any] = field(default_factory=dict)
+    sanitizer: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -662,6 +666,29 @@ def _golden_model(dtype: str, backend: str | None) -> DeepseekV3:
 MODELS: dict[str, Callable[[str, str | None], DeepseekV3]] = {"random": _random_model, "golden": _golden_model}
 
 
+def exercise(tool: str, rounds: int, dtype: str) -> None:
+    """What runs under a tool of compute-sanitizer: a short soak of the golden model on the GPU."""
+    prepare_for_sanitizer(tool)
+    record = soak(rounds, backend="cupy", dtype=dtype, models=("golden",), texts=4)
+    if record.faults:
+        raise SystemExit("\n".join(record.faults))
+
+
+def sanitized(record: Record, rounds: int) -> None:
+    """Have each tool of compute-sanitizer watch a short soak, and record what it says."""
+    code = f"from ddtree.analysis.soak import exercise; exercise('TOOL', {rounds}, {record.settings['dtype']!r})"
+    runs = start_sanitizer(code)
+    try:
+        for tool, run in runs.items():
+            told = run.communicate()[0]
+            record.sanitizer[tool] = "found something" if run.returncode else "nothing found"
+            if run.returncode:
+                record.faults.append(f"compute-sanitizer {tool}:\n{told[-5000:]}")
+    finally:
+        for run in runs.values():
+            run.kill()
+
+
 def table_of(record: Record) -> Table:
     """What was done and found, for a terminal."""
     table = Table("", "", "", box=box.SIMPLE_HEAD, show_header=False)
@@ -683,6 +710,8 @@ def table_of(record: Record) -> Table:
             else "too few samples"
         )
         table.add_row(f"memory, {name}", grown, why)
+    for tool, told in record.sanitizer.items():
+        table.add_row(f"compute-sanitizer, {tool}", "", told)
     table.add_row("faults", f"[bold {'red' if record.faults else 'green'}]{len(record.faults):,}", "")
     return table
 
@@ -709,6 +738,9 @@ def write_record(record: Record, folder: Path) -> list[Path]:
 )
 @click.option("--texts", type=click.IntRange(1), default=TEXTS, show_default=True, help="Prompts known at a time.")
 @click.option(
+    "--sanitize", type=click.IntRange(1), metavar="N", help="Also N rounds on the GPU under compute-sanitizer's tools."
+)
+@click.option(
     "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write JSON and figure."
 )
 def main(
@@ -719,6 +751,7 @@ def main(
     resident: bool | None,
     models: tuple[str, ...],
     texts: int,
+    sanitize: int | None,
     output: Path | None,
 ) -> None:
     """Decode at random, for long, and exit with 1 if anything was wrong or memory grew."""
@@ -729,6 +762,9 @@ def main(
         record = soak(rounds, backend=backend, dtype=dtype, seed=seed, resident=resident, models=models, texts=texts)
     except (BackendUnavailable, ValueError) as error:
         raise click.UsageError(str(error)) from error
+    if sanitize is not None:
+        with console.status("compute-sanitizer"):
+            sanitized(record, sanitize)
     console.print(table_of(record))
     for fault in record.faults[:20]:
         console.print(fault, markup=False, soft_wrap=True)
