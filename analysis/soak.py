@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ddtree.analysis.environment import commit, devices, kernel_sources_hash, versions
-from ddtree.analysis.margins import BOUNDS, Difference, Sampling, first_differences
+from ddtree.analysis.margins import BOUNDS, Difference, HeldWeights, Sampling, first_differences
 from ddtree.analysis.progress import progress_bar
 from ddtree.analysis.verify_on_gpu import prepare_for_sanitizer, start_sanitizer
 from ddtree.arrays import array_kind, array_namespace
@@ -419,14 +419,12 @@ class _Subject:
 class _Soak:
     """Models, engines, and what was found so far."""
 
-    def __init__(
-        self, models: Mapping[str, Callable[[str, str | None], DeepseekV3]], record: Record, texts: int
-    ) -> None:
+    def __init__(self, models: tuple[str, ...], record: Record, texts: int) -> None:
         given = record.settings
         self.record, self.dtype, self.backend = record, given["dtype"], given["backend"]
         self.rng = np.random.default_rng(given["seed"])
-        self.make, self.exact = models, dict[str, DeepseekV3]()
-        self.targets = {name: make(self.dtype, self.backend) for name, make in models.items()}
+        self.exact: dict[str, DeepseekV3] = {}
+        self.targets = {name: MODELS[name](self.dtype, self.backend) for name in models}
         on_gpu = any(array_kind(target.embedding) == "cupy" for target in self.targets.values())
         self.texts = {name: _Texts(t, self.backend, self.rng, texts) for name, t in self.targets.items()}
         self.memory = _Memory(on_gpu)
@@ -525,7 +523,7 @@ class _Soak:
     def explain(self, subject: _Subject, run: _Run, i: int, tokens: NDArray[np.int32]) -> Difference:
         """Where a request's tokens differ from the expected ones, as the exact model sees it."""
         if subject.model not in self.exact:
-            self.exact[subject.model] = self.make[subject.model]("float64", None)
+            self.exact[subject.model] = EXACT_MODELS[subject.model](self.dtype)
         (found,) = first_differences(
             self.exact[subject.model], [run.prompts[i]], [run.expected[i]], [tokens],
             dtype=self.dtype, sampling=run.sampling, request_ids=[run.keys[i]],
@@ -635,7 +633,7 @@ def soak(
     bound = BOUNDS[dtype]
     record = Record(settings | {"models": list(models), "bound": asdict(bound)}, machine)
     start = time.perf_counter()
-    running = _Soak({name: MODELS[name] for name in models}, record, texts)
+    running = _Soak(models, record, texts)
     try:
         with progress_bar("rounds", rounds) as show:
             running.run(rounds, show)
@@ -663,7 +661,17 @@ def _golden_model(dtype: str, backend: str | None) -> DeepseekV3:
     return load_model(golden_bundle(), dtype=dtype, backend=backend)
 
 
+def _exact_random_model(dtype: str) -> DeepseekV3:
+    """The random model in float64, with the weights that one of this type has."""
+    config = ModelConfig.from_dict(RANDOM)
+    return DeepseekV3(config, HeldWeights(random_weights(config, seed=1), dtype), dtype="float64")
+
+
 MODELS: dict[str, Callable[[str, str | None], DeepseekV3]] = {"random": _random_model, "golden": _golden_model}
+EXACT_MODELS: dict[str, Callable[[str], DeepseekV3]] = {
+    "random": _exact_random_model,
+    "golden": lambda dtype: _golden_model("float64", None),  # whose weights bfloat16 holds exactly
+}
 
 
 def exercise(tool: str, rounds: int, dtype: str) -> None:

@@ -74,7 +74,7 @@ def test_an_error_in_an_undisturbed_run_is_a_fault(monkeypatch):
 
     monkeypatch.setattr(soak_module._Memory, "sample", count_down)
     record = soak_module.Record({"dtype": "float32", "backend": None, "seed": 0, "resident": None}, {})
-    whole = soak_module._Soak({"golden": soak_module.MODELS["golden"]}, record, 2)
+    whole = soak_module._Soak(("golden",), record, 2)
     with pytest.raises(KeyboardInterrupt):
         whole.run(100, lambda done: None)
     assert sum("raised RuntimeError: out of order" in fault for fault in record.faults) >= 3
