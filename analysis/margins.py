@@ -7,21 +7,23 @@ the type that the runs were in; what follows a difference is another text, and s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree.arrays import to_numpy
 from ddtree.model import DeepseekV3, layers
 from ddtree.protocols import KVCache
 from ddtree.reference.choose_tokens import gumbel_noise, nucleus
 from ddtree.trees import chain_tree
 
-__all__ = ["BOUNDS", "Difference", "Sampling", "first_differences"]
+__all__ = ["BOUNDS", "Difference", "HeldWeights", "Sampling", "first_differences"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,37 @@ class Difference:
     logits: float
     router: float
     explained: bool
+
+
+class HeldWeights(Mapping[str, Any]):
+    """A model's weights on the host, as a model of some type has them: what is exact there is computed from these.
+
+    In bfloat16 all are rounded but the routers', which such a model keeps in float32.
+
+    Parameters
+    ----------
+    weights : mapping of str to array
+        By Hugging Face's names.
+    dtype : str
+        Of the model.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], dtype: str) -> None:
+        self._weights, self._rounds = weights, dtype == "bfloat16"
+
+    def __getitem__(self, name: str) -> Any:
+        weight = to_numpy(self._weights[name])
+        rounds = self._rounds and ".mlp.gate." not in name
+        return weight.astype(ml_dtypes.bfloat16) if rounds else weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights  # Mapping's own would make the tensor
 
 
 def first_differences(

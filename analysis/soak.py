@@ -30,8 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ddtree.analysis.environment import commit, devices, kernel_sources_hash, versions
-from ddtree.analysis.margins import BOUNDS, Difference, Sampling, first_differences
+from ddtree.analysis.margins import BOUNDS, Difference, HeldWeights, Sampling, first_differences
 from ddtree.analysis.progress import progress_bar
+from ddtree.analysis.verify_on_gpu import prepare_for_sanitizer, start_sanitizer
 from ddtree.arrays import array_kind, array_namespace
 from ddtree.backends import BACKENDS
 from ddtree.drafters import NgramDrafter
@@ -385,6 +386,8 @@ class Record:
         MiB then, by whose it is.
     growth : dict of str to dict
         The lines through these.
+    sanitizer : dict of str to str
+        What each of compute-sanitizer's tools said of a short soak; empty where it was not asked.
     """
 
     settings: dict[str, Any]
@@ -400,6 +403,7 @@ class Record:
     sampled_rounds: list[int] = field(default_factory=list)
     memory: dict[str, list[float]] = field(default_factory=dict)
     growth: dict[str, Any] = field(default_factory=dict)
+    sanitizer: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -415,14 +419,12 @@ class _Subject:
 class _Soak:
     """Models, engines, and what was found so far."""
 
-    def __init__(
-        self, models: Mapping[str, Callable[[str, str | None], DeepseekV3]], record: Record, texts: int
-    ) -> None:
+    def __init__(self, models: tuple[str, ...], record: Record, texts: int) -> None:
         given = record.settings
         self.record, self.dtype, self.backend = record, given["dtype"], given["backend"]
         self.rng = np.random.default_rng(given["seed"])
-        self.make, self.exact = models, dict[str, DeepseekV3]()
-        self.targets = {name: make(self.dtype, self.backend) for name, make in models.items()}
+        self.exact: dict[str, DeepseekV3] = {}
+        self.targets = {name: MODELS[name](self.dtype, self.backend) for name in models}
         on_gpu = any(array_kind(target.embedding) == "cupy" for target in self.targets.values())
         self.texts = {name: _Texts(t, self.backend, self.rng, texts) for name, t in self.targets.items()}
         self.memory = _Memory(on_gpu)
@@ -521,7 +523,7 @@ class _Soak:
     def explain(self, subject: _Subject, run: _Run, i: int, tokens: NDArray[np.int32]) -> Difference:
         """Where a request's tokens differ from the expected ones, as the exact model sees it."""
         if subject.model not in self.exact:
-            self.exact[subject.model] = self.make[subject.model]("float64", None)
+            self.exact[subject.model] = EXACT_MODELS[subject.model](self.dtype)
         (found,) = first_differences(
             self.exact[subject.model], [run.prompts[i]], [run.expected[i]], [tokens],
             dtype=self.dtype, sampling=run.sampling, request_ids=[run.keys[i]],
@@ -631,7 +633,7 @@ def soak(
     bound = BOUNDS[dtype]
     record = Record(settings | {"models": list(models), "bound": asdict(bound)}, machine)
     start = time.perf_counter()
-    running = _Soak({name: MODELS[name] for name in models}, record, texts)
+    running = _Soak(models, record, texts)
     try:
         with progress_bar("rounds", rounds) as show:
             running.run(rounds, show)
@@ -659,7 +661,40 @@ def _golden_model(dtype: str, backend: str | None) -> DeepseekV3:
     return load_model(golden_bundle(), dtype=dtype, backend=backend)
 
 
+def _exact_random_model(dtype: str) -> DeepseekV3:
+    """The random model in float64, with the weights that one of this type has."""
+    config = ModelConfig.from_dict(RANDOM)
+    return DeepseekV3(config, HeldWeights(random_weights(config, seed=1), dtype), dtype="float64")
+
+
 MODELS: dict[str, Callable[[str, str | None], DeepseekV3]] = {"random": _random_model, "golden": _golden_model}
+EXACT_MODELS: dict[str, Callable[[str], DeepseekV3]] = {
+    "random": _exact_random_model,
+    "golden": lambda dtype: _golden_model("float64", None),  # whose weights bfloat16 holds exactly
+}
+
+
+def exercise(tool: str, rounds: int, dtype: str) -> None:
+    """What runs under a tool of compute-sanitizer: a short soak of the golden model on the GPU."""
+    prepare_for_sanitizer(tool)
+    record = soak(rounds, backend="cupy", dtype=dtype, models=("golden",), texts=4)
+    if record.faults:
+        raise SystemExit("\n".join(record.faults))
+
+
+def sanitized(record: Record, rounds: int) -> None:
+    """Have each tool of compute-sanitizer watch a short soak, and record what it says."""
+    code = f"from ddtree.analysis.soak import exercise; exercise('TOOL', {rounds}, {record.settings['dtype']!r})"
+    runs = start_sanitizer(code)
+    try:
+        for tool, run in runs.items():
+            told = run.communicate()[0]
+            record.sanitizer[tool] = "found something" if run.returncode else "nothing found"
+            if run.returncode:
+                record.faults.append(f"compute-sanitizer {tool}:\n{told[-5000:]}")
+    finally:
+        for run in runs.values():
+            run.kill()
 
 
 def table_of(record: Record) -> Table:
@@ -683,6 +718,8 @@ def table_of(record: Record) -> Table:
             else "too few samples"
         )
         table.add_row(f"memory, {name}", grown, why)
+    for tool, told in record.sanitizer.items():
+        table.add_row(f"compute-sanitizer, {tool}", "", told)
     table.add_row("faults", f"[bold {'red' if record.faults else 'green'}]{len(record.faults):,}", "")
     return table
 
@@ -709,6 +746,9 @@ def write_record(record: Record, folder: Path) -> list[Path]:
 )
 @click.option("--texts", type=click.IntRange(1), default=TEXTS, show_default=True, help="Prompts known at a time.")
 @click.option(
+    "--sanitize", type=click.IntRange(1), metavar="N", help="Also N rounds on the GPU under compute-sanitizer's tools."
+)
+@click.option(
     "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write JSON and figure."
 )
 def main(
@@ -719,6 +759,7 @@ def main(
     resident: bool | None,
     models: tuple[str, ...],
     texts: int,
+    sanitize: int | None,
     output: Path | None,
 ) -> None:
     """Decode at random, for long, and exit with 1 if anything was wrong or memory grew."""
@@ -729,6 +770,9 @@ def main(
         record = soak(rounds, backend=backend, dtype=dtype, seed=seed, resident=resident, models=models, texts=texts)
     except (BackendUnavailable, ValueError) as error:
         raise click.UsageError(str(error)) from error
+    if sanitize is not None:
+        with console.status("compute-sanitizer"):
+            sanitized(record, sanitize)
     console.print(table_of(record))
     for fault in record.faults[:20]:
         console.print(fault, markup=False, soft_wrap=True)

@@ -26,15 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree.analysis.benchmarks.peers import peers_for
 from ddtree.analysis.benchmarks.timing import DeviceTimer, time_on_host
 from ddtree.analysis.environment import commit, devices, kernel_sources_hash, versions
-from ddtree.analysis.margins import BOUNDS, first_differences
-from ddtree.arrays import array_namespace, to_numpy
+from ddtree.analysis.margins import BOUNDS, HeldWeights, first_differences
+from ddtree.arrays import array_namespace
 from ddtree.backends import BACKENDS, get_backend
 from ddtree.costs import CostModel, fit_cost_model, measure_passes
 from ddtree.drafters import OracleDrafter
@@ -189,24 +188,6 @@ class Report:
         return found[-1] if found else None
 
 
-class _Rounded(Mapping[str, Any]):
-    """Weights on the host as a model in bfloat16 has them: all rounded but the routers', which it keeps."""
-
-    def __init__(self, weights: Mapping[str, Any], dtype: str) -> None:
-        self._weights, self._rounds = weights, dtype == "bfloat16"
-
-    def __getitem__(self, name: str) -> Any:
-        weight = to_numpy(self._weights[name])
-        kept = ".mlp.gate." in name
-        return weight.astype(ml_dtypes.bfloat16) if self._rounds and not kept else weight
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
-
-
 class _Subject:
     """One model in one type, and the tokens that all its modes must give."""
 
@@ -224,7 +205,7 @@ class _Subject:
     @functools.cached_property
     def exact(self) -> DeepseekV3:
         on_host = random_weights(self.config, seed=0, fused_experts=True)
-        return DeepseekV3(self.config, _Rounded(on_host, self.dtype), dtype="float64")
+        return DeepseekV3(self.config, HeldWeights(on_host, self.dtype), dtype="float64")
 
     def engine(self, batch: int, drafter: Any = None, budget: int | None = None) -> Engine:
         return Engine(self.target, drafter, depth=DEPTH, budget=budget, backend=self.backend, max_batch=batch)

@@ -106,7 +106,8 @@ def _devices(ctx: Any, param: Any, value: str | None) -> tuple[str, ...] | None:
     "--devices",
     metavar="all|N,…",
     callback=_devices,
-    help="Spread the prompts over GPUs, a process each: all, or their numbers. cpu,cpu: two processes without one.",
+    help="Spread the prompts over GPUs, a process each: all, or their numbers; the backend is then cupy, if none is "
+    "given. cpu,cpu are two processes without a GPU.",
 )
 @click.option("--show-trees", is_flag=True, help="Show the tree of every round, with the accepted path.")
 @click.option("--tree-nodes", type=click.IntRange(1), default=24, show_default=True, help="Of a tree that is shown.")
@@ -152,6 +153,8 @@ def generate(
     from ddtree.engine import FactoryFailedError, NonFiniteLogitsError, RequestsFailedError
 
     drafts = mode != "autoregressive"
+    if backend is None and devices is not None and "cpu" not in devices:
+        backend = "cupy"
     try:
         keep_inputs(files, () if save is None else (save,))
         _check_writable(save)
@@ -200,7 +203,7 @@ def generate(
     writer = _Writer(console, source.vocabulary, tree_nodes)
     for request in range(len(tokens)):
         writer.show(request, tokens[request], generation, show_trees)
-    _show_table(console, generation, source.drafter_name if mode != "autoregressive" else "nothing")
+    _show_table(console, generation, source.drafter_name if drafts else "nothing", of_all=devices is not None)
     if save is not None:
         console.print(f"Written: {save}. Look at it with: ddtree report {save}", markup=False, soft_wrap=True)
 
@@ -460,7 +463,7 @@ def _visible(text: str) -> str:
     )
 
 
-def _show_table(console: Console, generation: Generation, drafter: str) -> None:
+def _show_table(console: Console, generation: Generation, drafter: str, *, of_all: bool) -> None:
     """Tokens, rounds and τ, and where the time went."""
     from rich import box
     from rich.table import Table
@@ -473,7 +476,12 @@ def _show_table(console: Console, generation: Generation, drafter: str) -> None:
     table.add_row("tokens", f"{tokens:,}", "")
     table.add_row("rounds", f"{generation.num_rounds:,}", "")
     table.add_row("τ, tokens emitted a round", "-" if generation.tau is None else f"{generation.tau:.3f}", "")
-    table.add_row("seconds", f"{total:.2f}", f"{tokens / total:,.1f} tokens/s" if total else "", end_section=True)
+    table.add_row(
+        "seconds of all processes" if of_all else "seconds",
+        f"{total:.2f}",
+        f"{tokens / total:,.1f} tokens/s" if total else "",
+        end_section=True,
+    )
     for stage, seconds in generation.seconds.items():
         table.add_row(f"  {stage}", f"{seconds:.2f}", f"{seconds / total:.0%}" if total else "")
     console.print(table)

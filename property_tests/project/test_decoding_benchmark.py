@@ -4,17 +4,15 @@ import importlib.util
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from ddtree.analysis import figures
 from ddtree.analysis.benchmarks import decoding, decoding_report
-from ddtree.analysis.benchmarks.decoding import CONFIGS, QUICK, Report, Speed, main, measure, read_json, write_json
+from ddtree.analysis.benchmarks.decoding import QUICK, Report, Speed, main, measure, read_json, write_json
 from ddtree.analysis.benchmarks.decoding_report import page, targets
 from ddtree.costs import CostModel, measure_passes
 from ddtree.engine import Engine
-from ddtree.model import ModelConfig, random_weights
 from ddtree.property_tests.project.on_gpu import gpu_library
 
 TINY = "0.1 M"
@@ -205,18 +203,6 @@ def test_passes_are_timed_by_whom_one_asks():
     assert asked == [1, 3, 1, 3]
     assert (nodes.tolist(), contexts.tolist()) == ([0, 0, 2, 2, 0, 0, 2, 2], [4, 4, 4, 4, 9, 9, 9, 9])
     assert seconds.tolist() == [0.5] * 8
-
-
-def test_rounded_weights_are_those_of_a_model_in_bfloat16():
-    config = ModelConfig.from_dict(CONFIGS[TINY])
-    weights = random_weights(config, seed=0, fused_experts=True)
-    rounded = decoding._Rounded(weights, "bfloat16")
-    assert [*rounded] == [*weights]
-    head, router = "lm_head.weight", "model.layers.1.mlp.gate.weight"
-    assert rounded[head].dtype == "bfloat16"
-    assert np.abs(rounded[head].astype(np.float32) - weights[head]).max() < 2**-8 * np.abs(weights[head]).max()
-    assert rounded[router].dtype == np.float32
-    assert decoding._Rounded(weights, "float32")[head].dtype == np.float32
 
 
 def test_the_command_writes_and_says_by_its_exit_status_whether_all_was_right(tmp_path, monkeypatch):

@@ -86,6 +86,8 @@ def test_prompts_spread_over_processes_come_out_as_from_one(run):
     assert one.exit_code == spread.exit_code == 0, spread.output
     assert spread.stdout.partition("seconds")[0].split() == one.stdout.partition("seconds")[0].split()
     assert load_run("run.kdtr").settings["dtype"] == "float64"
+    two = run(*options, "--max-batch", 2)
+    assert two.stdout.partition("rounds")[0] == one.stdout.partition("rounds")[0]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddtree.analysis.margins import BOUNDS, Sampling, exact_logits, first_differences
+from ddtree.analysis.margins import BOUNDS, HeldWeights, Sampling, exact_logits, first_differences
 from ddtree.engine import Engine
 from ddtree.kdtr import read_kdtr
-from ddtree.model import golden_bundle, load_model
+from ddtree.model import DeepseekV3, golden_bundle, load_model, random_weights
 from ddtree.reference.choose_tokens import choose_tokens, gumbel_noise
 
 GOLDEN = read_kdtr(golden_bundle())[0]
@@ -116,3 +116,17 @@ def test_what_does_not_fit_is_told():
         first_differences(load_model(golden_bundle()), [PROMPT], [TOKENS], [TOKENS], dtype="float32")
     with pytest.raises(ValueError, match="must have a run a prompt, 1, got 1 and 2"):
         first_differences(EXACT, [PROMPT], [TOKENS], [TOKENS] * 2, dtype="float32")
+
+
+def test_held_weights_are_those_of_a_model_in_bfloat16():
+    config = EXACT.config
+    weights = random_weights(config, seed=0, fused_experts=True)
+    held = HeldWeights(weights, "bfloat16")
+    assert [*held] == [*weights]
+    assert "lm_head.weight" in held
+    head, router = "lm_head.weight", "model.layers.1.mlp.gate.weight"
+    assert held[head].dtype == "bfloat16"
+    assert np.abs(held[head].astype(np.float32) - weights[head]).max() < 2**-8 * np.abs(weights[head]).max()
+    assert held[router].dtype == np.float32
+    assert HeldWeights(weights, "float32")[head].dtype == np.float32
+    assert DeepseekV3(config, held, dtype="float64").dtype == np.float64

@@ -4,6 +4,7 @@ import json
 import os
 from types import SimpleNamespace
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -73,7 +74,7 @@ def test_an_error_in_an_undisturbed_run_is_a_fault(monkeypatch):
 
     monkeypatch.setattr(soak_module._Memory, "sample", count_down)
     record = soak_module.Record({"dtype": "float32", "backend": None, "seed": 0, "resident": None}, {})
-    whole = soak_module._Soak({"golden": soak_module.MODELS["golden"]}, record, 2)
+    whole = soak_module._Soak(("golden",), record, 2)
     with pytest.raises(KeyboardInterrupt):
         whole.run(100, lambda done: None)
     assert sum("raised RuntimeError: out of order" in fault for fault in record.faults) >= 3
@@ -115,8 +116,10 @@ def test_growing_memory_is_a_fault(monkeypatch):
     monkeypatch.setattr(soak_module, "_resident_bytes", lambda: (100 + 5 * next(leaked)) << 20)
     monkeypatch.setattr(soak_module, "WARM_UP", 0)
     monkeypatch.setattr(soak_module, "JUDGED_SAMPLES", 3)
-    monkeypatch.setattr(soak_module, "MOST_NEW", 12)
-    record = soak(60, models=("golden",), texts=4)
+    monkeypatch.setattr(soak_module, "MOST_NEW", 6)
+    monkeypatch.setattr(soak_module, "MOST_PROMPT", 6)
+    monkeypatch.setattr(soak_module, "MOST_WAITED", 6)
+    record = soak(30, models=("golden",), texts=4)
     assert any("memory of the host grew by" in fault for fault in record.faults)
 
 
@@ -177,6 +180,29 @@ def test_a_short_soak_on_a_gpu(dtype):
     assert all(record.injected[fault] > 0 for fault in FAULTS), record.injected
     assert {"host", "GPU", "GPU arrays"} == record.memory.keys()
     assert all(len(series) == record.runs and min(series) > 0 for series in record.memory.values())
+
+
+def test_what_a_sanitizer_finds_is_a_fault(tmp_path, monkeypatch):
+    """A tool in its place that finds something in one of the four."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\necho "$@"\ntest "$2" != synccheck || exit 9\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    record = soak_module.Record({"dtype": "bfloat16"}, {})
+    soak_module.sanitized(record, 12)
+    assert record.sanitizer == {
+        "memcheck": "nothing found", "racecheck": "nothing found", "initcheck": "nothing found",
+        "synccheck": "found something",
+    }  # fmt: skip
+    (fault,) = record.faults
+    assert fault.startswith("compute-sanitizer synccheck:\n--tool synccheck --error-exitcode 9")
+    assert "exercise('synccheck', 12, 'bfloat16')" in fault
+
+
+def test_without_a_sanitizer_it_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(click.ClickException, match="compute-sanitizer is not on the PATH"):
+        soak_module.sanitized(soak_module.Record({"dtype": "float32"}, {}), 5)
 
 
 def test_the_command_writes_what_it_found_and_its_exit_status_says_so(tmp_path, monkeypatch):
