@@ -10,6 +10,9 @@ import functools
 import importlib
 import importlib.resources
 import re
+import struct
+import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -153,26 +156,53 @@ class _Launch(ctypes.Structure):
 
 
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
+MOST_ARGUMENTS = 64
+FORMATS: dict[type, str] = {
+    np.int32: "i4x",
+    np.uint32: "I4x",
+    np.int64: "q",
+    np.uint64: "Q",
+    np.float32: "f4x",
+    np.float64: "d",
+}
+"""Of scalars as :mod:`struct` has them, 8 bytes each."""
+
+
+class _Room(threading.local):
+    """What a launch is described in, made once a thread: eight bytes an argument, and where each of them is."""
+
+    def __init__(self) -> None:
+        self.values = (ctypes.c_uint64 * MOST_ARGUMENTS)()
+        first = ctypes.addressof(self.values)
+        self.pointers = (ctypes.c_void_p * MOST_ARGUMENTS)(*(first + 8 * i for i in range(MOST_ARGUMENTS)))
+        self.attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        self.launch = _Launch(attributes=ctypes.pointer(self.attribute), count=1)
+
+
+_room = _Room()
 
 
 def _launch_early(
     function: Any, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...], shared: int
 ) -> None:
     """Run a kernel that need not wait for the end of the one before: the driver's call, which CuPy has not."""
-    attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-    launch = _Launch(
-        grid=(*grid, 1, 1)[:3],
-        block=(*block, 1, 1)[:3],
-        shared=shared,
-        stream=_cupy().cuda.get_current_stream().ptr,
-        attributes=ctypes.pointer(attribute),
-        count=1,
+    launch = _room.launch
+    launch.grid[:], launch.block[:] = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
+    launch.shared, launch.stream = shared, _cupy().cuda.get_current_stream().ptr
+    values = [a if isinstance(a, np.generic) else a.data.ptr for a in arguments]
+    _packer(tuple(map(type, values))).pack_into(_room.values, 0, *values)
+    status = _driver().cuLaunchKernelEx(
+        ctypes.byref(launch), ctypes.c_void_p(function.kernel.ptr), _room.pointers, None
     )
-    values = [np.asarray(a if isinstance(a, np.generic) else np.uintp(a.data.ptr)) for a in arguments]
-    pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
-    status = _driver().cuLaunchKernelEx(ctypes.byref(launch), ctypes.c_void_p(function.kernel.ptr), pointers, None)
     if status != 0:
         raise RuntimeError(f"cuLaunchKernelEx failed with status {status}: grid {grid}, block {block}, shared {shared}")
+
+
+@functools.cache
+def _packer(types: tuple[type, ...]) -> struct.Struct:
+    """What writes arguments of these types, pointers among them as integers, to where a launch reads them."""
+    formats: dict[type, str] = {int: "Q", **FORMATS}
+    return struct.Struct("=" + "".join(formats[t] for t in types))
 
 
 @functools.cache
@@ -202,13 +232,20 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def contiguous(array: Any, dtype: Any = None) -> Any:
     """Return ``array`` in C order and of ``dtype``: the same memory where it is so already."""
+    if array.flags.c_contiguous and (dtype is None or array.dtype == dtype):
+        return array
     return _cupy().ascontiguousarray(array, dtype)
 
 
 def suffix_of(array: Any) -> str:
     """What the names of kernels for arrays of this floating type end in: f16, bf16, f32 or f64."""
-    return SUFFIXES[str(array.dtype)]
+    return _suffix(array.dtype)
+
+
+@functools.cache
+def _suffix(dtype: Any) -> str:
+    return SUFFIXES[str(dtype)]
 
 
 def _cupy() -> Any:
-    return importlib.import_module("cupy")
+    return sys.modules.get("cupy") or importlib.import_module("cupy")
