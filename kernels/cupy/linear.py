@@ -16,7 +16,7 @@ FMA_LOADS, MMA_LOADS = 2, 8
 """Of each row of W that a part has before there are more parts."""
 RING_THREADS, RING_ROWS, STEP_BYTES = 128, 64, 128
 LARGE = 1 << 24
-"""Elements of a matrix of which rows alone fill a GPU: by tensor cores it goes through the ring, and else in long parts."""
+"""Elements of a matrix whose rows alone fill a GPU: it goes through the ring, or, but by tensor cores, in long parts."""
 
 
 def linear(x: Any, weight: Any, *, gain: Any = None, eps: float = 0.0, residual: Any = None, dtype: Any = None) -> Any:
