@@ -72,6 +72,8 @@ class KernelResources:
         The most a block, as the source's ``__launch_bounds__`` says; 0 where it says nothing.
     min_blocks : int
         Blocks a multiprocessor that it asks the compiler to make room for; 0 where it says nothing.
+    waits : bool
+        Whether it waits for the launch before it, by ``wait_for_earlier``, ahead of all that it does in memory.
     """
 
     program: str
@@ -84,6 +86,7 @@ class KernelResources:
     dynamic_shared: int
     threads: int
     min_blocks: int
+    waits: bool = True
 
     @property
     def blocks_per_sm(self) -> int:
@@ -163,7 +166,8 @@ def compile_program(program: str, arch: str) -> list[KernelResources]:
         threads, min_blocks = _launch_bounds(ptx, name)
         result.append(
             KernelResources(
-                *(program, name, arch, registers, spills, stack, shared, stated.get(name, 0), threads, min_blocks)
+                *(program, name, arch, registers, spills, stack, shared, stated.get(name, 0), threads, min_blocks),
+                waits=_waits(ptx, name),
             )
         )
     return result
@@ -225,6 +229,13 @@ def _launch_bounds(ptx: str, kernel: str) -> tuple[int, int]:
     for size in threads.groups() if threads else (0,):
         product *= int(size) if size is not None else 1
     return product, int(blocks[1]) if blocks else 0
+
+
+def _waits(ptx: str, kernel: str) -> bool:
+    """Whether a kernel's first instruction that touches memory, or ends a thread, comes after that it waits by."""
+    body = re.search(rf"\.entry {kernel}\(.*?^\}}", ptx, re.MULTILINE | re.DOTALL)
+    first = re.search(r"\b(griddepcontrol\.wait|(?:ld|st|atom|red)\.global|cp\.async|ret;)", body[0] if body else "")
+    return first is not None and first[1] == "griddepcontrol.wait"
 
 
 def _stated_shared(cubin: bytes) -> dict[str, int]:

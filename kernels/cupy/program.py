@@ -19,7 +19,6 @@ import numpy as np
 
 __all__ = [
     "ADDED_BY_CUPY",
-    "EARLY",
     "OPTIONS",
     "PROGRAMS",
     "blocks_for",
@@ -59,20 +58,6 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "visibility_words": (),
 }
 """Every program, which is the name of its file, and its own options."""
-
-EARLY = {
-    "append_context",
-    "block_attention",
-    "linear",
-    "moe_experts",
-    "ngram_draft",
-    "oracle_draft",
-    "rms_norm",
-    "rope",
-    "route_experts",
-}
-"""Programs that may be launched early, while the launch before still runs: all their blocks call ``wait_for_earlier``
-(see ``common.cuh``) before they write, or read what that launch may have written."""
 
 SUFFIXES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
@@ -123,6 +108,9 @@ def launch(
 ) -> None:
     """Run a kernel on CuPy's current stream; on an empty grid, do nothing.
 
+    It may begin while the launch before it still runs, and waits for that one's end where its source says
+    ``wait_for_earlier`` (see ``common.cuh``), before it touches memory: what comes before that costs no time.
+
     Scalars are NumPy's, of the parameter's type; arrays are CuPy's and C-contiguous. ``shared`` is the dynamic shared
     memory in bytes, at most what the source states.
     """
@@ -130,10 +118,7 @@ def launch(
     block = (block,) if isinstance(block, int) else block
     if 0 in grid:
         return
-    if program in EARLY:
-        _launch_early(kernel(program, name), grid, block, arguments, shared)
-    else:
-        kernel(program, name)(grid, block, arguments, shared_mem=shared)
+    _launch_early(kernel(program, name), grid, block, arguments, shared)
 
 
 class _Attribute(ctypes.Structure):

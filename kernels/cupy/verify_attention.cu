@@ -275,6 +275,7 @@ __device__ __forceinline__ void merge(
         const int32* node_counts, Real* sums, Real* tops, Real* totals, Real scale, int32 N, int32 H, int32 C,      \
         int32 D, int32 S, int32 max_pages, int32 parts)                                                             \
     {                                                                                                               \
+        wait_for_earlier();                                                                                         \
         plain::attend<T, Real>(q, cache, page_table, prefix_lens, words, node_counts, sums, tops, totals, scale, N, \
                                H, C, D, S, max_pages, parts);                                                       \
     }                                                                                                               \
@@ -282,6 +283,7 @@ __device__ __forceinline__ void merge(
         const Real* sums, const Real* tops, const Real* totals, const int32* prefix_lens, const int32* node_counts, \
         T* out, int64 elements, int32 N, int32 H, int32 C, int32 parts)                                             \
     {                                                                                                               \
+        wait_for_earlier();                                                                                         \
         plain::merge<T, Real>(sums, tops, totals, prefix_lens, node_counts, out, elements, N, H, C, parts);         \
     }
 DDTREE_PLAIN(f16, __half, float, 1)
@@ -1202,13 +1204,15 @@ __device__ __forceinline__ void merge(
         int32 B, int32 N, int32 H, uint32 S, uint32 page_factor, uint32 page_shift, int32 max_pages,                \
         int32 processors)                                                                                           \
     {                                                                                                               \
+        wait_for_earlier();                                                                                         \
         tensor::attend<T>(q, cache, page_table, prefix_lens, words, node_counts, schedule, parts, stats, scales,    \
                           out, scale, B, N, H, S, page_factor, page_shift, max_pages, processors);                  \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(256, 4) merge_##suffix(                                            \
+    extern "C" __global__ void __launch_bounds__(256, 3) merge_##suffix(                                            \
         const __half* parts, const float2* stats, const float* scales, const int2* schedule,                        \
         const int32* node_counts, T* out, int32 rows, int32 H, int32 split, int32 blocks_a_request)                 \
     {                                                                                                               \
+        wait_for_earlier();                                                                                         \
         tensor::merge<T>(parts, stats, scales, schedule, node_counts, out, rows, H, split,                          \
                          blocks_a_request);                                                                         \
     }
