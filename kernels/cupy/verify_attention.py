@@ -87,8 +87,8 @@ def _launch_plain(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
         *(np.int32(size) for size in (N, H, C, D, S, max_pages, parts)),
     )
     launch(
-        *("verify_attention", f"merge_plain_{suffix}", blocks_for(out.size, THREADS), THREADS),
-        *(sums, tops, totals, prefix_lens, node_counts, out, np.int64(out.size)),
+        *("verify_attention", f"merge_plain_{suffix}", B * N * H, THREADS),
+        *(sums, tops, totals, prefix_lens, node_counts, out),
         *(np.int32(size) for size in (N, H, C, parts)),
     )
 
