@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from ddtree.kernels.cupy.linear import Form, sum_type
+from ddtree.kernels.cupy.linear import LONG, Form, sum_type
 from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, suffix_of
 
 __all__ = ["moe_experts"]
 
 COMBINE_THREADS = 256
-ONE_TOKEN, FEW_TOKENS, FMA_TILE = (1, 4), (4, 8), (4, 4)
+ONE_TOKEN, FEW_TOKENS, FMA_TILE = (1, 8), (4, 8), (4, 4)
 """Tokens of a tile, and rows of a matrix, where tensor cores do not multiply: of float32, and of other types."""
 
 
@@ -38,7 +38,7 @@ def moe_experts(
     sizes = [np.int32(n) for n in (M, K, routed, shared, D, inner)]
 
     def multiply(name: str, source: Any, matrices: Any, outputs: int, result: Any, gain: tuple[Any, ...] = ()) -> None:
-        form = Form(source, matrices)
+        form = Form(source, matrices, long=D * inner >= LONG)
         if not form.takes(source):
             source = contiguous(source)
         tile = form.tile(M) if form.by_mma else FMA_TILE

@@ -30,6 +30,14 @@ def cp(monkeypatch):
     return gpu_library("cupy")
 
 
+@pytest.fixture(params=[False, True], ids=["as they are", "as if large"])
+def sizes(request, monkeypatch):
+    """Matrices are multiplied as their sizes say, or, however small, as very large ones are."""
+    if request.param:
+        monkeypatch.setattr(importlib.import_module("ddtree.kernels.cupy.linear"), "LARGE", 0)
+        monkeypatch.setattr(importlib.import_module("ddtree.kernels.cupy.moe_experts"), "LONG", 0)
+
+
 def normal(rng, dtype, *shape, size=1.0):
     """Numbers of a type, and the same numbers in float64."""
     narrow = (size * rng.standard_normal(shape)).astype(FLOATS[dtype])
@@ -54,7 +62,6 @@ SHAPES = [
     *((5, D, 70) for D in (1, 3, 8, 16, 63, 64, 65, 72, 128, 264, 576, 1000, 2048, 7168)),
     *((M, 2304, 200) for M in (3, 30, 65, 150)),
     *((9, 320, outputs) for outputs in (1, 2, 15, 31, 32, 33, 63, 64, 65, 576)),
-    *((M, 2048, 8200) for M in (1, 9, 72, 100)),  # so large that it goes through the ring
 ]
 LAYER_SHAPES = [
     (7, 2056, 8192),
@@ -75,7 +82,7 @@ def normed(x, gain):
 
 
 @DTYPES
-def test_linear(cp, dtype):
+def test_linear(cp, sizes, dtype):
     rng = np.random.default_rng(1)
     for M, D, outputs in SHAPES:
         (x, wide), (weight, wide_weight) = normal(rng, dtype, M, D), normal(rng, dtype, outputs, D)
@@ -87,7 +94,7 @@ def test_linear(cp, dtype):
 @DTYPES
 @pytest.mark.parametrize("gained", [False, True])
 @pytest.mark.parametrize("added", [False, True])
-def test_linear_with_norm_residual_and_type(cp, dtype, gained, added):
+def test_linear_with_norm_residual_and_type(cp, sizes, dtype, gained, added):
     rng = np.random.default_rng(10)
     for M, D, outputs in LAYER_SHAPES:
         result = "float32" if dtype != "float64" and outputs % 2 else dtype
@@ -170,7 +177,7 @@ def swiglu_terms(x, gate_up, down):
 
 @DTYPES
 @pytest.mark.parametrize("whole", [False, True])
-def test_swiglu(cp, dtype, whole):
+def test_swiglu(cp, sizes, dtype, whole):
     """``whole``: with a norm before it and a residual behind."""
     rng = np.random.default_rng(2)
     for M, D, inner in LAYER_SHAPES if whole else SHAPES:
@@ -197,8 +204,21 @@ def test_swiglu_of_the_reference_itself(cp, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("resident", [1, 1 << 20])
+def test_the_size_of_a_tile_does_not_change_a_bit(cp, monkeypatch, dtype, resident):
+    """As if a GPU could hold so many threads: tiles of few tokens or of many."""
+    rng = np.random.default_rng(14)
+    (x, _), (weight, _), (gain, _) = normal(rng, dtype, 128, 264), normal(rng, dtype, 40, 264), normal(rng, dtype, 264)
+    x, weight, gain = map(cp.asarray, (x, weight, gain))
+    expected = kernels.linear(x, weight, gain=gain, eps=EPS).get()
+    monkeypatch.setattr(importlib.import_module("ddtree.kernels.cupy.linear"), "THREADS_AT_ONCE", resident)
+    for M in (1, 8, 9, 33, 70, 128):
+        assert_same(kernels.linear(x[:M], weight, gain=gain, eps=EPS).get(), expected[:M])
+
+
+@DTYPES
 @pytest.mark.parametrize("D", [64, 60, 61, 96, 384, 1024, 2304])
-def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch(cp, dtype, D):
+def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch(cp, sizes, dtype, D):
     rng = np.random.default_rng(4)
     (x, _), (weight, _), (gain, _) = normal(rng, dtype, 128, D), normal(rng, dtype, 96, D), normal(rng, dtype, D)
     down, _ = normal(rng, dtype, D, 48)
@@ -361,7 +381,7 @@ MOE_CASES = [
 
 @DTYPES
 @pytest.mark.parametrize("case", MOE_CASES, ids=str)
-def test_moe_experts(cp, dtype, case):
+def test_moe_experts(cp, sizes, dtype, case):
     """Idle experts, one that has most tokens, padding full of NaN; each token alone gives the same bits."""
     rng = np.random.default_rng(8)
     M, K, E, D, inner, shared = case
@@ -403,24 +423,6 @@ def test_moe_experts(cp, dtype, case):
                 **more,
             )
             assert_same(alone.get(), got[m : m + 1].get())
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_row_through_the_ring_has_the_same_bits_too(cp, dtype):
-    rng = np.random.default_rng(13)
-    (x, _), (weight, _), (gain, _) = (
-        normal(rng, dtype, 128, 2048),
-        normal(rng, dtype, 8192, 2048),
-        normal(rng, dtype, 2048),
-    )
-    x, weight, gain = map(cp.asarray, (x, weight, gain))
-    for more in ({}, {"gain": gain, "eps": EPS, "dtype": "float32"}):
-        alone = {m: kernels.linear(x[m : m + 1], weight, **more).get() for m in (0, 5, 30, 63, 70, 127)}
-        for M in (1, 6, 8, 31, 33, 64, 71, 72, 128):
-            together = kernels.linear(x[:M], weight, **more)
-            for m in alone:
-                if m < M:
-                    assert_same(alone[m], together[m : m + 1].get())
 
 
 def test_nan_logits_choose_experts_that_there_are(cp):
