@@ -16,7 +16,7 @@ import numpy as np
 from ddtree.arrays import array_kind, array_namespace, dtype_name, import_array, to_numpy
 from ddtree.backends import get_backend, serving
 from ddtree.model.config import ModelConfig
-from ddtree.model.layers import RowsOfPass
+from ddtree.model.layers import RowsOfPass, rms_norm
 from ddtree.protocols import KVCache, TargetOutput
 from ddtree.threads import SMALL, small_products_on_one_thread
 from ddtree.trees import DraftTree
@@ -27,7 +27,6 @@ WEIGHT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 MODEL_DTYPES = ("bfloat16", "float32", "float64")
 PIECE = 1 << 26
 """Bytes of a tensor that are converted at a time."""
-
 
 LORA_NORM_EPS = 1e-6
 """Of the norms inside attention, whatever the configuration's ``rms_norm_eps`` says."""
@@ -102,6 +101,8 @@ class DeepseekV3:
         A tensor is missing, left over or has another shape than the configuration says; it is named.
     TypeError
         A tensor is of another type than those above.
+    MemoryError
+        There is no room for a tensor where the model is to live: it is named, with the bytes that it needs.
     BackendUnavailable
         The backend cannot be used here or has no ``verify_attention``.
     """
@@ -128,7 +129,8 @@ class DeepseekV3:
         self.dtype = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
         self.backend = backend
         self._precise = np.dtype("float64" if dtype == "float64" else "float32")
-        self._ops = importlib.import_module("ddtree.model.layers" if kind == "numpy" else "ddtree.kernels.cupy")
+        self._on_host = kind == "numpy"
+        self._ops = importlib.import_module("ddtree.model.layers" if self._on_host else "ddtree.kernels.cupy")
         read = _Reader(config, weights, self.dtype, importlib.import_module(kind))
         self._embedding = read("model.embed_tokens.weight")
         self._layers = [_pack_layer(read, i) for i in range(config.num_hidden_layers)]
@@ -144,13 +146,16 @@ class DeepseekV3:
 
     @property
     def capturable(self) -> bool:
-        """Whether a pass waits for no value of its arrays, so that a CUDA graph can be made of it: on a GPU."""
-        return array_kind(self._embedding) == "cupy"
+        """Whether a CUDA graph can be made of a pass, once one of its shape has been run: with ``backend="cupy"``.
+
+        Such a pass works on all slots, whatever the counts are, so that it waits for no value of its arrays.
+        """
+        return self.backend == "cupy"
 
     @property
     def small_products(self) -> bool:
         """Whether its products on the host are too small to share between threads (see :mod:`ddtree.threads`)."""
-        return self.config.hidden_size < SMALL and array_kind(self._embedding) == "numpy"
+        return self.config.hidden_size < SMALL and self._on_host
 
     @property
     def embedding(self) -> Any:
@@ -186,8 +191,8 @@ class DeepseekV3:
         Parameters
         ----------
         tree : DraftTree
-            B trees of N slots; a prompt is a :func:`ddtree.trees.chain_tree`. Arrays on the host are taken to a model
-            on the GPU.
+            B trees of N slots; a prompt is a :func:`ddtree.trees.chain_tree`. A count of 0 is a free place in the
+            batch. Arrays on the host are taken to a model on the GPU; there, token ids below 0 are read as 0.
         cache : KVCache
             Storage of :meth:`new_cache`'s shape and type. Node i of request b goes to row ``prefix_lens[b] + i``;
             unused slots write nothing, and rows that no node sees are not read.
@@ -199,7 +204,8 @@ class DeepseekV3:
         Returns
         -------
         TargetOutput
-            ``logits`` (B, N, V) and ``hidden_states``, each (B, N, D), in the model's type; 0 in unused slots.
+            ``logits`` (B, N, V) and ``hidden_states``, each (B, N, D), in the model's type, but float32 logits of a
+            bfloat16 model. Unused slots, and the last one of a request that has none in use, hold anything finite.
 
         Raises
         ------
@@ -247,11 +253,14 @@ class DeepseekV3:
     def _mlp(self, h: Any, w: _Dense | _Experts, nodes: _Nodes) -> Any:
         """The (M, D) residual stream after a layer's feed-forward part."""
         c, ops = self.config, self._ops
-        norm = {"gain": w.norm, "eps": c.rms_norm_eps}
+        norm: dict[str, Any] = {"gain": w.norm, "eps": c.rms_norm_eps}
         if isinstance(w, _Dense):
             return ops.swiglu(h, w.gate_up, w.down, residual=h, **norm)
+        x = h
+        if self._on_host:  # where a norm is a step of its own: one for both that read it
+            x, norm = rms_norm(h, w.norm, eps=c.rms_norm_eps), {}
         expert_ids, weights = ops.route_experts(
-            ops.linear(h, w.router, dtype=self._precise, **norm),
+            ops.linear(x, w.router, dtype=self._precise, **norm),
             w.bias,
             num_experts_per_tok=c.num_experts_per_tok,
             n_group=c.n_group,
@@ -260,7 +269,7 @@ class DeepseekV3:
             routed_scaling_factor=c.routed_scaling_factor,
             node_counts=nodes.counts,
         )
-        return ops.moe_experts(h, expert_ids, weights, w.gate_up, w.down, residual=h, shared=c.n_shared_experts, **norm)
+        return ops.moe_experts(x, expert_ids, weights, w.gate_up, w.down, residual=h, shared=c.n_shared_experts, **norm)
 
     def _place(self, tree: DraftTree, cache: KVCache, hidden_layers: tuple[int, ...]) -> _Nodes:
         """Check a pass's arguments and find where each of its nodes belongs."""
@@ -286,7 +295,7 @@ class DeepseekV3:
             if not 0 <= layer <= c.num_hidden_layers:
                 raise ValueError(f"hidden_layers must lie in 0 … {c.num_hidden_layers}, got {layer}")
 
-        if self.capturable:
+        if not self._on_host:
             rope = functools.partial(
                 self._ops.rope,
                 page_table=table,
@@ -296,27 +305,29 @@ class DeepseekV3:
                 attention_factor=c.attention_factor,
             )
             return _Nodes((B, N), None, xp.maximum(tree.token_ids, 0).reshape(-1), tree.node_counts, rope)
-        slots = np.flatnonzero(np.arange(N) < tree.node_counts[:, None])
-        token_ids = tree.token_ids.reshape(-1)[slots]
-        if len(slots) > 0:
-            self._check_values(slots, token_ids, tree, cache)
-        where = RowsOfPass(table, prefix, tree, data.shape[2], self._frequencies, c.attention_factor, self.dtype)
-        return _Nodes((B, N), slots, token_ids, None, where.rope)
+        where = RowsOfPass(prefix, tree, self._frequencies, c.attention_factor, self.dtype)
+        token_ids = tree.token_ids.reshape(-1)[where.slots]
+        if len(token_ids) > 0:
+            self._check_values(token_ids, where, cache)
+        where.find_pages(table, data.shape[2])
+        return _Nodes((B, N), where.slots, token_ids, None, where.rope)
 
-    def _check_values(self, slots: Any, token_ids: Any, tree: DraftTree, cache: KVCache) -> None:
+    def _check_values(self, token_ids: Any, where: RowsOfPass, cache: KVCache) -> None:
         """On the host, where looking costs nothing: tokens, rows and pages that exist."""
-        V = self.config.vocab_size
-        request, node = np.divmod(slots, tree.num_slots)
+        V, request, rows = self.config.vocab_size, where.requests, where.rows
+
+        def node(at: int) -> int:
+            return int(where.slots[at] % where.shape[1])
+
         if not 0 <= token_ids.min() <= token_ids.max() < V:
             at = int(np.argmax((token_ids < 0) | (token_ids >= V)))
-            raise ValueError(f"tree.token_ids[{request[at]}, {node[at]}] must be in 0 … {V - 1}, got {token_ids[at]}")
+            raise ValueError(f"tree.token_ids[{request[at]}, {node(at)}] must be in 0 … {V - 1}, got {token_ids[at]}")
         table, (_, pages, S, _) = cache.page_table, cache.data.shape
         room = table.shape[1] * S
-        rows = cache.prefix_lens[request].astype(np.int64) + node
         if not 0 <= rows.min() <= rows.max() < room:
             at = int(np.argmax((rows < 0) | (rows >= room)))
             raise ValueError(
-                f"cache.page_table has room for {room} rows a request, but node {node[at]} of request {request[at]} "
+                f"cache.page_table has room for {room} rows a request, but node {node(at)} of request {request[at]} "
                 f"goes to row {rows[at]}"
             )
         held = table[request, rows // S]
@@ -354,7 +365,7 @@ class _Nodes:
 
 def _rows_of(table: Any, indices: Any) -> Any:
     """Rows of a (n, D) table, by their bits, since not every library moves bfloat16: (M, D)."""
-    bits = np.dtype(f"u{table.dtype.itemsize}")
+    bits = (np.uint16, np.uint32, np.uint64)[table.dtype.itemsize >> 2]
     return table.view(bits)[indices].view(table.dtype)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -169,7 +170,7 @@ def linear(x: Any, weight: Any, *, gain: Any = None, eps: float = 0.0, residual:
     result = _normalised(x, gain, eps) @ weight.T
     if residual is not None:
         result += residual
-    return result.astype(x.dtype if dtype is None else dtype, copy=False)
+    return result if dtype is None else result.astype(dtype, copy=False)
 
 
 def head_linear(x: Any, weight: Any, *, out: Any = None) -> Any:
@@ -241,7 +242,8 @@ def rope(
     attention_factor : float
         YaRN's factor of cosines and sines.
     """
-    where = RowsOfPass(page_table, prefix_lens, tree, kv_cache.shape[1], frequencies, attention_factor, q.dtype)
+    where = RowsOfPass(prefix_lens, tree, frequencies, attention_factor, q.dtype)
+    where.find_pages(page_table, kv_cache.shape[1])
     where.rope(q, kv_cache, queries, latents, keys, gain=gain, eps=eps)
 
 
@@ -250,46 +252,46 @@ class RowsOfPass:
 
     Parameters
     ----------
-    page_table, prefix_lens, tree, frequencies, attention_factor
+    prefix_lens, tree, frequencies, attention_factor
         As :func:`rope` takes them.
-    page_size : int
-        S.
     dtype : type
         Of queries and cache.
+
+    Attributes
+    ----------
+    slots, requests, rows : array, int64, shape (M,)
+        Of each node in use: its place among the B · N slots, its request, and its row in that request's cache.
     """
 
     def __init__(
-        self,
-        page_table: Any,
-        prefix_lens: Any,
-        tree: DraftTree,
-        page_size: int,
-        frequencies: Any,
-        attention_factor: float,
-        dtype: Any,
+        self, prefix_lens: Any, tree: DraftTree, frequencies: Any, attention_factor: float, dtype: Any
     ) -> None:
-        xp = array_namespace(page_table)
-        nodes = xp.arange(tree.token_ids.shape[1])
-        self.used = nodes < tree.node_counts[:, None]
-        start = prefix_lens.astype(xp.int64)[:, None]  # offsets into a cache can exceed 32 bits
-        request, row = xp.nonzero(self.used)[0], (start + nodes)[self.used]
-        self.pages, self.page_rows = page_table[request, row // page_size], row % page_size
-        self.all_used = len(row) == self.used.size
-        angles = rope_cos_sin((start + tree.depths).reshape(-1), frequencies, attention_factor)
-        self.cos, self.sin = (part.astype(dtype).reshape(*self.used.shape, len(frequencies)) for part in angles)
+        xp = array_namespace(prefix_lens)
+        self.shape = B, N = tree.token_ids.shape
+        self.used = xp.arange(N) < tree.node_counts[:, None]
+        self.slots = xp.flatnonzero(self.used)
+        self.all_used = len(self.slots) == B * N
+        self.requests = self.slots // N
+        start = prefix_lens.astype(xp.int64)  # offsets into a cache can exceed 32 bits
+        self.rows = start[self.requests] + self.slots % N
+        angles = rope_cos_sin((start[:, None] + tree.depths).reshape(-1), frequencies, attention_factor)
+        self.cos, self.sin = (part.astype(dtype).reshape(B, N, len(frequencies)) for part in angles)
+
+    def find_pages(self, page_table: Any, page_size: int) -> None:
+        """Look up where rows lie, which must have pages."""
+        self.pages, self.page_rows = page_table[self.requests, self.rows // page_size], self.rows % page_size
 
     def rope(self, q: Any, kv_cache: Any, queries: Any, latents: Any, keys: Any, *, gain: Any, eps: float) -> None:
         """As the function :func:`rope`, of one layer."""
         C, R, cos, sin = latents.shape[-1], keys.shape[-1], self.cos, self.sin
         q[..., C:] = rotate_halves(queries[..., -R:], cos[:, :, None], sin[:, :, None])
-        rows = array_namespace(q).empty((*self.used.shape, C + R), q.dtype)
+        rows = array_namespace(q).empty((*self.shape, C + R), q.dtype)
         rows[..., :C] = rms_norm(latents, gain, eps=eps)
         rows[..., C:] = rotate_halves(keys, cos, sin)
         if not self.all_used:
             q[~self.used, :, C:] = 0
-            kv_cache[self.pages, self.page_rows] = rows[self.used]
-        else:
-            kv_cache[self.pages, self.page_rows] = rows.reshape(-1, C + R)
+        rows = rows.reshape(-1, C + R)
+        kv_cache[self.pages, self.page_rows] = rows if self.all_used else rows[self.slots]
 
 
 def swiglu(x: Any, gate_up: Any, down: Any, *, gain: Any = None, eps: float = 0.0, residual: Any = None) -> Any:
@@ -419,25 +421,36 @@ def moe_experts(
     xp = array_namespace(x)
     M, K = expert_ids.shape
     x = _normalised(x, gain, eps)
-    flat = expert_ids.reshape(-1)
-    order = xp.argsort(flat, kind="stable")
-    starts = np.cumsum(to_numpy(xp.bincount(flat + 1, minlength=1 + len(down)))).tolist()
-    idle = starts[0]  # pairs of no expert, which come first
     outputs = xp.empty((M * K, x.shape[1]), x.dtype)
-    if idle:
-        outputs[order[:idle]] = 0
-    for expert, (start, end) in enumerate(itertools.pairwise(starts)):
-        if end > start:
-            # straight to where the token's k-th output belongs
-            pairs = order[start:end]
-            outputs[pairs] = swiglu(x[pairs // K], gate_up[expert], down[expert])
+    idle = False
+    for expert, tokens, pairs in _by_expert(expert_ids):
+        # straight to where the token's k-th output belongs
+        outputs[pairs] = 0 if expert < 0 else swiglu(x[tokens], gate_up[expert], down[expert])
+        idle = idle or expert < 0
     result = (weights[:, None, :] @ outputs.reshape(M, K, x.shape[1]))[:, 0]
-    if shared:
-        of_all = sum(swiglu(x, gate_up[expert], down[expert]) for expert in range(len(down) - shared, len(down)))
+    for expert in range(len(down) - shared, len(down)):
+        of_all = swiglu(x, gate_up[expert], down[expert])
         result += xp.where(expert_ids[:, :1] < 0, 0, of_all) if idle else of_all
     if residual is not None:
         result += residual
     return result
+
+
+def _by_expert(expert_ids: Any) -> Iterator[tuple[int, Any, Any]]:
+    """Each expert that is anyone's, −1 too, with its tokens and which of the M · K pairs these are."""
+    xp = array_namespace(expert_ids)
+    M, K = expert_ids.shape
+    if M == 1:  # as in decoding one by one, where sorting would take as long as the products
+        for k, expert in enumerate(to_numpy(expert_ids)[0].tolist()):
+            yield expert, slice(0, 1), slice(k, k + 1)
+        return
+    flat = expert_ids.reshape(-1)
+    order = xp.argsort(flat, kind="stable")
+    ends = [0, *np.cumsum(to_numpy(xp.bincount(flat + 1))).tolist()]
+    for expert, (start, end) in enumerate(itertools.pairwise(ends), -1):
+        if end > start:
+            pairs = order[start:end]
+            yield expert, pairs // K, pairs
 
 
 def _normalised(x: Any, gain: Any, eps: float) -> Any:

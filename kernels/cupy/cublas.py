@@ -98,15 +98,16 @@ def _operand(array: Any, *, leading: int, batch: int) -> tuple[Any, ...]:
 
 @functools.cache
 def _library() -> Any:
-    """CuBLAS of the major version of CuPy's CUDA."""
-    cupy: Any = importlib.import_module("cupy")
-    importlib.import_module("cupy.cuda.cublas")
-    cupy.cuda.Device().cublas_handle  # noqa: B018  CuPy finds the library wherever it is installed, and loads it
-    name = f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
+    """CuBLAS of the major version of CuPy's CUDA: from where the system looks, or else from its wheel."""
+    name = f"libcublas.so.{importlib.import_module('cupy').cuda.runtime.runtimeGetVersion() // 1000}"
     try:
         return ctypes.CDLL(name)
-    except OSError as error:
-        raise RuntimeError(f"{name} cannot be loaded, of which products of more than {MOST_FEW} rows are") from error
+    except OSError:
+        pass
+    try:
+        return ctypes.CDLL(importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib("cublas").abs_path)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise RuntimeError(f"{name} cannot be loaded, which products of more than {MOST_FEW} rows need") from error
 
 
 def _handle() -> Any:

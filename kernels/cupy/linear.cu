@@ -1,7 +1,9 @@
 // y = x W^T for few rows of x, and the first half of a gated layer, silu(x G^T) * (x U^T), in one launch each.
 //
-// A block has a tile of tokens and outputs, of one head (see skinny.cuh). Neighbours in the grid have the same outputs,
-// so that W comes from memory once however many tokens there are. A plain product has one head.
+// A block has some outputs of one head, and a tile of tokens (see skinny.cuh), or, of the largest tiles by fused
+// multiplications and additions, every `sharers`-th tile: where outputs alone fill the GPU, all tiles, for which W's rows
+// then come from L1. Blocks of the same outputs are neighbours in the grid, so that W comes from memory once. A plain
+// product has one head.
 //
 //   x         token t's row of head h at x + t * x_stride + h * x_head, of D columns
 //   weights   (H, O, D); of `gated`, (H, 2 O, D): gate's rows, then up's
@@ -41,92 +43,118 @@ template <typename X, typename W> struct Product {
     int32 M, D, O;
     int64 x_stride, x_head, y_stride, y_head;
     double eps;
-    int32 wide;
+    int32 wide, sharers;
 };
 
-// Brings the lines of some rows of W, which lie behind each other, to L2: before what they are multiplied with is there.
-template <typename W> __device__ __forceinline__ void prefetch_rows(const W* rows, int64 count, int32 width)
-{
-    const auto* bytes = reinterpret_cast<const unsigned char*>(rows);
-    for (int64 at = threadIdx.x * 128; at < count * width * int64(sizeof(W)); at += blockDim.x * 128)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(bytes + at));
-}
-
-// N columns a load; of 0, by tensor cores.
+// N columns a load; of 0, by tensor cores, with RING_ROWS rows through the ring, which takes no gain.
 template <int32 TOKENS, int32 ROWS, int32 N, bool GATED, typename X, typename W>
 __device__ __forceinline__ void multiply(const Product<X, W>& p)
 {
-    const int32 tiles = (p.M + TOKENS - 1) / TOKENS, first = int32(blockIdx.x) % tiles * TOKENS, h = blockIdx.y;
-    const X* x = p.x + h * p.x_head + first * p.x_stride;
-    const W* weights = p.weights + int64(h) * (GATED ? 2 : 1) * p.O * p.D;
-    const Store<GATED, X> store{p.y, p.residual, h * p.y_head + first * p.y_stride, p.y_stride, p.wide != 0};
-    const auto input = [&](int32 t) { return x + t * p.x_stride; };
-    const int32 tokens = min(TOKENS, p.M - first), block = blockIdx.x / tiles;
     constexpr int32 OUTPUTS = GATED ? ROWS / 2 : ROWS;
-    const int32 rows = min(OUTPUTS, p.O - block * OUTPUTS);
-    prefetch_rows(weights + int64(block) * OUTPUTS * p.D, rows, p.D);
-    if (GATED) prefetch_rows(weights + (int64(block) * OUTPUTS + p.O) * p.D, rows, p.D);
+    const int32 h = blockIdx.y, block = blockIdx.x / p.sharers, rows = min(OUTPUTS, p.O - block * OUTPUTS);
+    const W* weights = p.weights + int64(h) * (GATED ? 2 : 1) * p.O * p.D;
+    if constexpr (ROWS < RING_ROWS) {
+        prefetch_rows(weights + int64(block) * OUTPUTS * p.D, rows, p.D);
+        if (GATED) prefetch_rows(weights + (int64(block) * OUTPUTS + p.O) * p.D, rows, p.D);
+    }
     wait_for_earlier();
-    if constexpr (N > 0)
-        multiply_by_fma<TOKENS, ROWS, N, GATED>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
-    else
-        multiply_by_mma<TOKENS, ROWS, GATED>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
+    const auto multiply_tile = [&](int32 first) {
+        const X* x = p.x + h * p.x_head + first * p.x_stride;
+        const Store<GATED, X> store{p.y, p.residual, h * p.y_head + first * p.y_stride, p.y_stride, p.wide != 0};
+        const auto input = [&](int32 t) { return x + t * p.x_stride; };
+        const int32 tokens = min(TOKENS, p.M - first);
+        if constexpr (N > 0)
+            multiply_by_fma<TOKENS, ROWS, N, GATED>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
+        else if constexpr (ROWS < RING_ROWS)
+            multiply_by_mma<TOKENS, ROWS, GATED>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
+        else
+            multiply_by_ring<TOKENS, GATED>(weights, p.O, p.D, tokens, block, input, store);
+    };
+    int32 first = int32(blockIdx.x) % p.sharers * TOKENS;
+#pragma unroll 1
+    do {
+        multiply_tile(first);
+        if constexpr (N == 0 || TOKENS < 8) return;  // there are as many sharers as tiles
+        // All threads are through with this tile's sums.
+        __syncthreads();
+        first += p.sharers * TOKENS;
+    } while (first < p.M);
 }
 
-#define MULTIPLY(name, X, W, TOKENS, ROWS, N, GATED)                                                                   \
-    extern "C" __global__ void __launch_bounds__(32 * MOST_PARTS, 1)                                                    \
+#define MULTIPLY(name, X, W, THREADS, BLOCKS, TOKENS, ROWS, N, GATED)                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
         name(const X* x, const W* weights, const X* gain, const void* residual, void* y, int32 M, int32 D, int32 O,    \
-             int64 x_stride, int64 x_head, int64 y_stride, int64 y_head, double eps, int32 wide)                       \
+             int64 x_stride, int64 x_head, int64 y_stride, int64 y_head, double eps, int32 wide,                       \
+             int32 sharers)                                                                                           \
     {                                                                                                                  \
         multiply<TOKENS, ROWS, N, GATED>(Product<X, W>{                                                                \
-            x, weights, gain, residual, y, M, D, O, x_stride, x_head, y_stride, y_head, eps, wide});                   \
+            x, weights, gain, residual, y, M, D, O, x_stride, x_head, y_stride, y_head, eps, wide, sharers});          \
     }
 
-#define ANY(suffix, X, W)                                                                                              \
-    MULTIPLY(linear_any_##suffix, X, W, 8, 4, 1, false)                                                                \
-    MULTIPLY(gated_any_##suffix, X, W, 8, 4, 1, true)
+#if __CUDA_ARCH__ >= 1200
+constexpr int32 EIGHTS = 2;  // blocks a multiprocessor, of the largest tiles: one more would spill there
+#else
+constexpr int32 EIGHTS = 3;
+#endif
+
+#define BY_FMA(kind, suffix, X, W, BLOCKS, TOKENS, ROWS, N, GATED)                                                     \
+    MULTIPLY(kind##_##TOKENS##_##suffix, X, W, 32 * FMA_PARTS, BLOCKS, TOKENS, ROWS, N, GATED)
 
 #define FEW(kind, suffix, X, W, N, GATED)                                                                              \
-    MULTIPLY(kind##_1_##suffix, X, W, 1, 4, N, GATED)                                                                  \
-    MULTIPLY(kind##_2_##suffix, X, W, 2, 4, N, GATED)                                                                  \
-    MULTIPLY(kind##_4_##suffix, X, W, 4, 4, N, GATED)
+    BY_FMA(kind, suffix, X, W, 6, 1, 4, N, GATED)                                                                      \
+    BY_FMA(kind, suffix, X, W, 5, 2, 4, N, GATED)                                                                      \
+    BY_FMA(kind, suffix, X, W, 4, 4, 4, N, GATED)
+
+#define ANY(suffix, X, W)                                                                                              \
+    MULTIPLY(linear_any_##suffix, X, W, 32 * FMA_PARTS, 3, 8, 4, 1, false)                                             \
+    MULTIPLY(gated_any_##suffix, X, W, 32 * FMA_PARTS, 3, 8, 4, 1, true)
 
 ANY(f16, __half, __half)
 ANY(bf16, __nv_bfloat16, __nv_bfloat16)
 ANY(f32, float, float)
 ANY(f64, double, double)
-MULTIPLY(linear_any_bf16_f32, __nv_bfloat16, float, 8, 4, 1, false)
+MULTIPLY(linear_any_bf16_f32, __nv_bfloat16, float, 32 * FMA_PARTS, 3, 8, 4, 1, false)
 FEW(linear, f32, float, float, 4, false)
-MULTIPLY(linear_8_f32, float, float, 8, 8, 4, false)
+BY_FMA(linear, f32, float, float, EIGHTS, 8, 8, 4, false)
 FEW(gated, f32, float, float, 4, true)
-MULTIPLY(gated_8_f32, float, float, 8, 8, 4, true)
+BY_FMA(gated, f32, float, float, EIGHTS, 8, 8, 4, true)
 FEW(linear, f64, double, double, 2, false)
-MULTIPLY(linear_8_f64, double, double, 8, 4, 2, false)
+BY_FMA(linear, f64, double, double, 2, 8, 4, 2, false)
 FEW(gated, f64, double, double, 2, true)
-MULTIPLY(gated_8_f64, double, double, 8, 4, 2, true)
+BY_FMA(gated, f64, double, double, 2, 8, 4, 2, true)
 FEW(linear, bf16_f32, __nv_bfloat16, float, 4, false)
-MULTIPLY(linear_8_bf16_f32, __nv_bfloat16, float, 8, 4, 4, false)
+BY_FMA(linear, bf16_f32, __nv_bfloat16, float, 3, 8, 4, 4, false)
 
 #define BY_MMA(kind, suffix, T, GATED)                                                                                 \
-    MULTIPLY(kind##_8_##suffix, T, T, 8, 16, 0, GATED)                                                                 \
-    MULTIPLY(kind##_32_##suffix, T, T, 32, 32, 0, GATED)                                                               \
-    MULTIPLY(kind##_72_##suffix, T, T, 72, 32, 0, GATED)
+    MULTIPLY(kind##_8_##suffix, T, T, 32 * MMA_PARTS, 2, 8, 16, 0, GATED)                                              \
+    MULTIPLY(kind##_32_##suffix, T, T, 32 * MMA_PARTS, 2, 32, 16, 0, GATED)                                            \
+    MULTIPLY(kind##_ring_8_##suffix, T, T, RING_THREADS, 4, 8, RING_ROWS, 0, GATED)                                    \
+    MULTIPLY(kind##_ring_32_##suffix, T, T, RING_THREADS, 4, 32, RING_ROWS, 0, GATED)                                  \
+    MULTIPLY(kind##_ring_72_##suffix, T, T, RING_THREADS, 4, 72, RING_ROWS, 0, GATED)
 
 DDTREE_SHARED(linear_8_f16, mma_bytes(8, 16));
-DDTREE_SHARED(linear_32_f16, mma_bytes(32, 32));
-DDTREE_SHARED(linear_72_f16, mma_bytes(72, 32));
-DDTREE_SHARED(gated_8_f16, mma_bytes(8, 16));
-DDTREE_SHARED(gated_32_f16, mma_bytes(32, 32));
-DDTREE_SHARED(gated_72_f16, mma_bytes(72, 32));
+DDTREE_SHARED(linear_32_f16, mma_bytes(32, 16));
+DDTREE_SHARED(linear_ring_8_f16, ring_bytes(8));
+DDTREE_SHARED(linear_ring_32_f16, ring_bytes(32));
+DDTREE_SHARED(linear_ring_72_f16, ring_bytes(72));
 BY_MMA(linear, f16, __half, false)
+DDTREE_SHARED(gated_8_f16, mma_bytes(8, 16));
+DDTREE_SHARED(gated_32_f16, mma_bytes(32, 16));
+DDTREE_SHARED(gated_ring_8_f16, ring_bytes(8));
+DDTREE_SHARED(gated_ring_32_f16, ring_bytes(32));
+DDTREE_SHARED(gated_ring_72_f16, ring_bytes(72));
 BY_MMA(gated, f16, __half, true)
 DDTREE_SHARED(linear_8_bf16, mma_bytes(8, 16));
-DDTREE_SHARED(linear_32_bf16, mma_bytes(32, 32));
-DDTREE_SHARED(linear_72_bf16, mma_bytes(72, 32));
-DDTREE_SHARED(gated_8_bf16, mma_bytes(8, 16));
-DDTREE_SHARED(gated_32_bf16, mma_bytes(32, 32));
-DDTREE_SHARED(gated_72_bf16, mma_bytes(72, 32));
+DDTREE_SHARED(linear_32_bf16, mma_bytes(32, 16));
+DDTREE_SHARED(linear_ring_8_bf16, ring_bytes(8));
+DDTREE_SHARED(linear_ring_32_bf16, ring_bytes(32));
+DDTREE_SHARED(linear_ring_72_bf16, ring_bytes(72));
 BY_MMA(linear, bf16, __nv_bfloat16, false)
+DDTREE_SHARED(gated_8_bf16, mma_bytes(8, 16));
+DDTREE_SHARED(gated_32_bf16, mma_bytes(32, 16));
+DDTREE_SHARED(gated_ring_8_bf16, ring_bytes(8));
+DDTREE_SHARED(gated_ring_32_bf16, ring_bytes(32));
+DDTREE_SHARED(gated_ring_72_bf16, ring_bytes(72));
 BY_MMA(gated, bf16, __nv_bfloat16, true)
 
 constexpr int32 PRODUCT_THREADS = 256;

@@ -5,15 +5,20 @@ from typing import Any
 import numpy as np
 
 from ddtree.kernels.cupy.cublas import MOST_FEW, matmul
-from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, suffix_of
+from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, multiprocessors, suffix_of
 from ddtree.kernels.cupy.rms_norm import rms_norm
 
 __all__ = ["Form", "linear", "multiply", "sum_type"]
 
-MOST_PARTS = 8
-"""Warps of a block: parts of the columns."""
-FMA_LOADS, MMA_LOADS = 2, 4
+FMA_PARTS, MMA_PARTS = 4, 8
+"""The most warps of a block: parts of the columns."""
+PART_LOADS = 2
 """Of each row of W that a part has before there are more parts."""
+RING_THREADS, RING_ROWS, STEP_BYTES = 128, 64, 128
+FULL = 8
+"""Blocks a multiprocessor, from which on they share no outputs."""
+LARGE = 1 << 24
+"""Elements of a matrix that goes through the ring: its rows alone fill a GPU."""
 
 
 def linear(x: Any, weight: Any, *, gain: Any = None, eps: float = 0.0, residual: Any = None, dtype: Any = None) -> Any:
@@ -55,6 +60,8 @@ class Form:
         Of a block: a warp a part of the columns.
     by_mma : bool
         Whether tensor cores multiply; else fused multiplications and additions do.
+    by_ring : bool
+        Whether they do so through a ring in shared memory, which takes no gain.
     any : bool
         Whether elements are loaded one by one, since 16 bytes are not aligned.
     """
@@ -69,13 +76,18 @@ class Form:
         self.by_mma = size == 2 and not self.any
         self.columns = 1 if self.any else 16 // size
         if self.by_mma:
-            self.sizes: tuple[tuple[int, int], ...] = ((8, 16), (32, 32), (72, 32))
-            loads = blocks_for(blocks_for(D, 32), MMA_LOADS)
+            self.sizes: tuple[tuple[int, int], ...] = ((8, 16), (32, 16))
+            most, loads = MMA_PARTS, blocks_for(D, 32)
         else:
             few = ((1, 4), (2, 4), (4, 4))
             self.sizes = ((8, 4),) if self.any else (*few, (8, 8 if self.suffix == "f32" else 4))
-            loads = blocks_for(blocks_for(D, 32 * self.columns), FMA_LOADS)
-        self.threads = 32 * min(MOST_PARTS, 1 << max(loads - 1, 0).bit_length())
+            most, loads = FMA_PARTS, blocks_for(D, 32 * self.columns)
+        parts = blocks_for(loads, PART_LOADS)
+        self.threads = 32 * min(most, 1 << max(parts - 1, 0).bit_length())
+        self.by_ring = self.by_mma and weight.ndim == 3 and len(weight) == 1 and weight.size >= LARGE
+        if self.by_ring:
+            self.sizes = tuple((tokens, RING_ROWS) for tokens in (8, 32, 72))
+            self.threads = RING_THREADS
 
     def tile(self, tokens: int) -> tuple[int, int]:
         """The tile for so many tokens, or the largest: its tokens, and the rows of W beside them."""
@@ -83,11 +95,14 @@ class Form:
 
     def shared(self, tile: tuple[int, int]) -> int:
         """Bytes of dynamic shared memory that a block takes."""
+        if self.by_ring:
+            return (3 if tile[0] > 32 else 4) * (tile[0] + tile[1]) * STEP_BYTES
         return self.threads // 32 * tile[0] * (tile[1] + 4) * 4 if self.by_mma else 0
 
     def name(self, kind: str, tile: tuple[int, int]) -> str:
         """Of a kernel."""
-        return f"{kind}_{'any' if self.any else tile[0]}_{self.suffix}"
+        size = "any" if self.any else f"ring_{tile[0]}" if self.by_ring else tile[0]
+        return f"{kind}_{size}_{self.suffix}"
 
     def takes(self, array: Any) -> bool:
         """Whether the rows of x, or a gain, lie as its loads need them."""
@@ -118,6 +133,8 @@ def multiply(
     outputs = rows // 2 if kind == "gated" else rows
     weight = contiguous(weight)
     form = Form(x, weight)
+    if form.by_ring and gain is not None:
+        x, gain = rms_norm(x, gain, eps=eps), None
     if not form.takes(x):
         x = contiguous(x)
     y = empty((M, H, outputs), x.dtype if dtype is None else dtype) if out is None else out
@@ -128,11 +145,13 @@ def multiply(
     ]
     if gain is not None and not form.takes(given[0]):
         given[0] = given[0].copy()
+    blocks, tiles = blocks_for(rows, tile[1]), blocks_for(M, tile[0])
+    sharers = tiles if form.by_mma else min(tiles, blocks_for(FULL * multiprocessors(), max(blocks * H, 1)))
     strides = (np.int64(n // a.dtype.itemsize) for a in (x, y) for n in a.strides[:2])
     launch(
-        *("linear", form.name(kind, tile), (blocks_for(M, tile[0]) * blocks_for(rows, tile[1]), H), form.threads),
+        *("linear", form.name(kind, tile), (blocks * sharers, H), form.threads),
         *(x, weight, *given, y, *(np.int32(n) for n in (M, D, outputs)), *strides),
-        *(np.float64(eps), np.int32(y.dtype != x.dtype)),
+        *(np.float64(eps), np.int32(y.dtype != x.dtype), np.int32(sharers)),
         shared=form.shared(tile),
     )
     return y

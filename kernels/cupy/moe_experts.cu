@@ -22,7 +22,7 @@
 //   y           (M, D)         written in full
 #include "skinny.cuh"
 
-constexpr int32 COMBINE_THREADS = 256, MOST_TOKENS = 72;
+constexpr int32 COMBINE_THREADS = 256;
 
 struct Experts {
     const int32* ids;
@@ -30,11 +30,19 @@ struct Experts {
 
     __device__ int32 a_token() const { return K + shared; }  // pairs
 
-    // The expert of a place of the grid, or -1: to all threads, each of which must call this.
-    __device__ int32 at(int32 place) const
+    // The expert of a place of the grid, or -1: to all threads, each of which must call this. Of a shared expert there is
+    // a place for each tile, whose candidates are some tokens; a routed one's are all pairs.
+    __device__ int32 at(int32 place, int32 tile_tokens, int32& candidate, int32& end) const
     {
         const int32 pairs = M * K, places = min(pairs, routed);
-        if (place >= places) return routed + place - places;
+        candidate = 0;
+        end = pairs;
+        if (place >= places) {
+            const int32 tiles = (M + tile_tokens - 1) / tile_tokens;
+            candidate = (place - places) % tiles * tile_tokens;
+            end = min(candidate + tile_tokens, M);
+            return routed + (place - places) / tiles;
+        }
         if (pairs >= routed) return place;
         const int32 expert = ids[place];
         bool before = false;
@@ -44,31 +52,29 @@ struct Experts {
         return taken || expert < 0 || expert >= routed ? -1 : expert;
     }
 
-    // Writes the `size` pairs of an expert from the `first` one on, in order, and returns how many there are of these.
-    __device__ int32 find_pairs(int32 expert, int32 first, int32 size, int32* found) const
+    // Whether a place that has an expert is sure to have work: before its pairs have been found, W may be on its way.
+    __device__ bool has_work(int32 place) const { return M * K < routed || place >= routed; }
+
+    // Adds an expert's pairs among the next blockDim.x candidates to the `count` that have been found, in order.
+    __device__ int32 find_pairs(int32 expert, int32 candidate, int32 end, int32 count, int32* found) const
     {
-        __shared__ int32 of_warps[MOST_PARTS];
+        __shared__ int32 of_warps[MMA_PARTS];
         const bool is_routed = expert < routed;
-        const int32 candidates = is_routed ? M * K : M, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        int32 count = 0;  // of the pairs before this round's
-        for (int32 start = 0; start < candidates && count < first + size; start += blockDim.x) {
-            const int32 i = start + threadIdx.x;
-            const bool is_own = i < candidates && (is_routed ? ids[i] == expert : ids[int64(i) * K] >= 0);
-            const uint32 own = __ballot_sync(ALL_LANES, is_own);
-            if (lane == 0) of_warps[warp] = __popc(own);
-            // Each warp's count, to all threads.
-            __syncthreads();
-            int32 place = count + __popc(own & ((1u << lane) - 1)) - first;
-            for (int32 w = 0; w < blockDim.x / 32; ++w) {
-                if (w < warp) place += of_warps[w];
-                count += of_warps[w];
-            }
-            if (is_own && place >= 0 && place < size)
-                found[place] = is_routed ? i / K * a_token() + i % K : i * a_token() + K + expert - routed;
-            // The counts are read, and the pairs found, of all threads.
-            __syncthreads();
+        const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, i = candidate + threadIdx.x;
+        const bool is_own = i < end && (is_routed ? ids[i] == expert : ids[int64(i) * K] >= 0);
+        const uint32 own = __ballot_sync(ALL_LANES, is_own);
+        if (lane == 0) of_warps[warp] = __popc(own);
+        // Each warp's count, to all threads.
+        __syncthreads();
+        int32 place = count + __popc(own & ((1u << lane) - 1));
+        for (int32 w = 0; w < blockDim.x / 32; ++w) {
+            if (w < warp) place += of_warps[w];
+            count += of_warps[w];
         }
-        return max(min(count - first, size), 0);
+        if (is_own) found[place] = is_routed ? i / K * a_token() + i % K : i * a_token() + K + expert - routed;
+        // The counts are read, and the pairs found, of all threads.
+        __syncthreads();
+        return count;
     }
 };
 
@@ -112,30 +118,47 @@ __device__ __forceinline__ void multiply(
     }
 }
 
-// Of one expert (see `Experts`), an output block and every gridDim.z-th tile of its pairs. GATED: from x to hidden; else
-// from hidden to outputs.
+// The tiles of one place of the grid (see `Experts`), and an output block of each. GATED: from x to hidden; else from
+// hidden to outputs.
 template <int32 TOKENS, int32 ROWS, int32 N, bool GATED, typename T, typename Result>
 __device__ __forceinline__ void expert_block(
     const Experts& experts, const T* __restrict__ x, const T* __restrict__ matrices, const T* __restrict__ gain,
     Result* __restrict__ result, double eps, int32 D, int32 I)
 {
-    __shared__ int32 pairs[MOST_TOKENS];
+    __shared__ int32 pairs[TOKENS + 32 * (N > 0 ? FMA_PARTS : MMA_PARTS)];
     wait_for_earlier();
-    const int32 expert = experts.at(blockIdx.x), outputs = GATED ? I : D, width = GATED ? D : I;
+    int32 candidate, end, count = 0;
+    const int32 expert = experts.at(blockIdx.x, TOKENS, candidate, end);
     if (expert < 0) return;
+    const int32 outputs = GATED ? I : D, width = GATED ? D : I;
     const T* weights = matrices + int64(expert) * (GATED ? 2 : 1) * I * D;
+    if (experts.has_work(blockIdx.x)) {
+        constexpr int32 OUTPUTS = GATED ? ROWS / 2 : ROWS;
+        const int64 first = int64(blockIdx.y) * OUTPUTS, rows = min(int64(OUTPUTS), outputs - first);
+        prefetch_rows(weights + first * width, rows, width);
+        if (GATED) prefetch_rows(weights + (first + outputs) * width, rows, width);
+    }
     const auto input = [&](int32 t) { return x + int64(GATED ? pairs[t] / experts.a_token() : pairs[t]) * width; };
-    for (int32 first = blockIdx.z * TOKENS;; first += gridDim.z * TOKENS) {
-        const int32 count = experts.find_pairs(expert, first, TOKENS, pairs);
+    while (true) {
+        for (; count < TOKENS && candidate < end; candidate += blockDim.x)
+            count = experts.find_pairs(expert, candidate, end, count, pairs);
         if (count == 0) return;
+        const int32 tokens = min(count, TOKENS);
         if constexpr (GATED)
             multiply<TOKENS, ROWS, N, true>(
-                weights, gain, eps, outputs, width, count, blockIdx.y, input, StoreHidden<T>{result, pairs, I});
+                weights, gain, eps, outputs, width, tokens, blockIdx.y, input, StoreHidden<T>{result, pairs, I});
         else
             multiply<TOKENS, ROWS, N, false>(
-                weights, gain, eps, outputs, width, count, blockIdx.y, input, StoreOutput<T>{result, pairs, D});
-        if (count < TOKENS) return;
+                weights, gain, eps, outputs, width, tokens, blockIdx.y, input, StoreOutput<T>{result, pairs, D});
+        if (candidate >= end && count == tokens) return;
         // All threads are through with this tile's pairs and sums.
+        __syncthreads();
+        count -= tokens;
+        const int32 left = threadIdx.x < count ? pairs[tokens + threadIdx.x] : 0;
+        // The pairs that are left are read, before they move to the front.
+        __syncthreads();
+        if (threadIdx.x < count) pairs[threadIdx.x] = left;
+        // They are there, to all threads.
         __syncthreads();
     }
 }
@@ -160,8 +183,8 @@ __device__ __forceinline__ void combine(
     y[m * D + d] = rounded<T>(sum);
 }
 
-#define GATED(name, T, TOKENS, ROWS, N)                                                                                \
-    extern "C" __global__ void __launch_bounds__(32 * MOST_PARTS, 1)                                                   \
+#define GATED(name, T, THREADS, BLOCKS, TOKENS, ROWS, N)                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                   \
         name(const int32* ids, const T* x, const T* gate_up, const T* gain, T* hidden, double eps, int32 M, int32 K,   \
              int32 routed, int32 shared, int32 D, int32 I)                                                             \
     {                                                                                                                  \
@@ -169,8 +192,8 @@ __device__ __forceinline__ void combine(
         expert_block<TOKENS, ROWS, N, true>(experts, x, gate_up, gain, hidden, eps, D, I);                             \
     }
 
-#define DOWN(name, T, TOKENS, ROWS, N)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(32 * MOST_PARTS, 1)                                                   \
+#define DOWN(name, T, THREADS, BLOCKS, TOKENS, ROWS, N)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                   \
         name(const int32* ids, const T* hidden, const T* down, Wide<T>* outputs, int32 M, int32 K, int32 routed,       \
              int32 shared, int32 D, int32 I)                                                                           \
     {                                                                                                                  \
@@ -186,41 +209,35 @@ __device__ __forceinline__ void combine(
         combine<T>(Experts{ids, M, K, routed, shared}, outputs, weights, residual, y, D);                              \
     }
 
-#define BY_FMA(suffix, T, TOKENS, ROWS, N)                                                                             \
-    GATED(gated_##suffix, T, TOKENS, ROWS, N)                                                                          \
-    DOWN(down_##suffix, T, TOKENS, ROWS, N)
+#define BY_FMA(suffix, T, BLOCKS, TOKENS, ROWS, N)                                                                     \
+    GATED(gated_##suffix, T, 32 * FMA_PARTS, BLOCKS, TOKENS, ROWS, N)                                                  \
+    DOWN(down_##suffix, T, 32 * FMA_PARTS, BLOCKS, TOKENS, ROWS, N)
 
-BY_FMA(any_f16, __half, 8, 4, 1)
-BY_FMA(any_bf16, __nv_bfloat16, 8, 4, 1)
-BY_FMA(any_f32, float, 8, 4, 1)
-BY_FMA(any_f64, double, 8, 4, 1)
-BY_FMA(1_f32, float, 1, 4, 4)
-BY_FMA(8_f32, float, 8, 8, 4)
-BY_FMA(8_f64, double, 8, 4, 2)
+BY_FMA(any_f16, __half, 3, 4, 4, 1)
+BY_FMA(any_bf16, __nv_bfloat16, 3, 4, 4, 1)
+BY_FMA(any_f32, float, 3, 4, 4, 1)
+BY_FMA(any_f64, double, 3, 4, 4, 1)
+BY_FMA(1_f32, float, 6, 1, 4, 4)
+BY_FMA(4_f32, float, 3, 4, 8, 4)
+BY_FMA(4_f64, double, 3, 4, 4, 2)
 COMBINE(combine_f16, __half)
 COMBINE(combine_bf16, __nv_bfloat16)
 COMBINE(combine_f32, float)
 COMBINE(combine_f64, double)
 
 #define BY_MMA(suffix, T)                                                                                              \
-    GATED(gated_8_##suffix, T, 8, 16, 0)                                                                               \
-    GATED(gated_32_##suffix, T, 32, 32, 0)                                                                             \
-    GATED(gated_72_##suffix, T, 72, 32, 0)                                                                             \
-    DOWN(down_8_##suffix, T, 8, 16, 0)                                                                                 \
-    DOWN(down_32_##suffix, T, 32, 32, 0)                                                                               \
-    DOWN(down_72_##suffix, T, 72, 32, 0)
+    GATED(gated_8_##suffix, T, 32 * MMA_PARTS, 2, 8, 16, 0)                                                            \
+    GATED(gated_32_##suffix, T, 32 * MMA_PARTS, 2, 32, 16, 0)                                                          \
+    DOWN(down_8_##suffix, T, 32 * MMA_PARTS, 2, 8, 16, 0)                                                              \
+    DOWN(down_32_##suffix, T, 32 * MMA_PARTS, 2, 32, 16, 0)
 
 DDTREE_SHARED(gated_8_f16, mma_bytes(8, 16));
-DDTREE_SHARED(gated_32_f16, mma_bytes(32, 32));
-DDTREE_SHARED(gated_72_f16, mma_bytes(72, 32));
+DDTREE_SHARED(gated_32_f16, mma_bytes(32, 16));
 DDTREE_SHARED(down_8_f16, mma_bytes(8, 16));
-DDTREE_SHARED(down_32_f16, mma_bytes(32, 32));
-DDTREE_SHARED(down_72_f16, mma_bytes(72, 32));
+DDTREE_SHARED(down_32_f16, mma_bytes(32, 16));
 BY_MMA(f16, __half)
 DDTREE_SHARED(gated_8_bf16, mma_bytes(8, 16));
-DDTREE_SHARED(gated_32_bf16, mma_bytes(32, 32));
-DDTREE_SHARED(gated_72_bf16, mma_bytes(72, 32));
+DDTREE_SHARED(gated_32_bf16, mma_bytes(32, 16));
 DDTREE_SHARED(down_8_bf16, mma_bytes(8, 16));
-DDTREE_SHARED(down_32_bf16, mma_bytes(32, 32));
-DDTREE_SHARED(down_72_bf16, mma_bytes(72, 32));
+DDTREE_SHARED(down_32_bf16, mma_bytes(32, 16));
 BY_MMA(bf16, __nv_bfloat16)

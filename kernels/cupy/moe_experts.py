@@ -10,8 +10,8 @@ from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, s
 __all__ = ["moe_experts"]
 
 COMBINE_THREADS = 256
-MOST_TILES = 16
-"""Blocks that share an expert's tiles."""
+ONE_TOKEN, FEW_TOKENS, FMA_TILE = (1, 4), (4, 8), (4, 4)
+"""Tokens of a tile, and rows of a matrix, where tensor cores do not multiply: of float32, and of other types."""
 
 
 def moe_experts(
@@ -35,17 +35,16 @@ def moe_experts(
     wide = sum_type(x.dtype)
     pairs, routed = M * (K + shared), E - shared
     hidden, outputs, y = empty((pairs, inner), x.dtype), empty((pairs, D), wide), empty((M, D), x.dtype)
-    places = min(M * K, routed) + shared
     sizes = [np.int32(n) for n in (M, K, routed, shared, D, inner)]
 
     def multiply(name: str, source: Any, matrices: Any, outputs: int, result: Any, gain: tuple[Any, ...] = ()) -> None:
         form = Form(source, matrices)
         if not form.takes(source):
             source = contiguous(source)
-        tile = form.tile(M)
-        if (not form.by_mma and tile[0] > 1) or form.suffix == "f64":
-            tile = form.sizes[-1]  # blocks take smaller forms where they have fewer pairs
-        grid = places, blocks_for(outputs, tile[1]), min(blocks_for(M, tile[0]), MOST_TILES)
+        tile = form.tile(M) if form.by_mma else FMA_TILE
+        if form.suffix == "f32" and not form.any:
+            tile = ONE_TOKEN if M == 1 else FEW_TOKENS
+        grid = min(M * K, routed) + shared * blocks_for(M, tile[0]), blocks_for(outputs, tile[1])
         arguments = (expert_ids, source, matrices, *gain, result)
         more = (np.float64(eps),) if gain else ()
         launch(

@@ -70,6 +70,9 @@ EARLY = {
 }
 """Programs all of whose blocks call ``wait_for_earlier`` (see ``common.cuh``) before they read what was not there at
 the launch before, or write: they may be launched early, while that one still runs."""
+EARLY = {"linear", "moe_experts", "rms_norm", "rope", "route_experts"}
+"""Programs that may be launched early, while the launch before still runs: all their blocks call ``wait_for_earlier``
+(see ``common.cuh``) before they write, or read what that launch may have written."""
 
 SUFFIXES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 

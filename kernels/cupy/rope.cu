@@ -33,16 +33,19 @@ __device__ __forceinline__ void rotate(
     __shared__ Wide<T> cosines[MOST_PAIRS], sines[MOST_PAIRS], squares[THREADS / 32];
     const int64 slot = blockIdx.x, b = slot / N;
     const int32 i = int32(slot % N), half = R / 2;
+    // read at once, whether the node is there or not, since each would wait for the one before
+    const int32 nodes = node_counts[b], depth = depths[slot];
+    const int64 prefix = prefix_lens[b], row = prefix + i;
     T* q_row = q + slot * H * (C + R);
-    if (i >= node_counts[b]) {
+    if (i >= nodes) {
         for (int32 e = threadIdx.x; e < H * R; e += THREADS)
             q_row[int64(e / R) * (C + R) + C + e % R] = rounded<T>(0.0f);
         return;
     }
-    const int64 prefix = prefix_lens[b], row = prefix + i;
+    T* place = cache + (int64(page_table[b * max_pages + row / S]) * S + row % S) * (C + R);
     for (int32 p = threadIdx.x; p < half; p += THREADS) {
         double cosine, sine;
-        turn(double(prefix + depths[slot]) * frequencies[p], cosine, sine);
+        turn(double(prefix + depth) * frequencies[p], cosine, sine);
         cosines[p] = Wide<T>(cosine * attention_factor);
         sines[p] = Wide<T>(sine * attention_factor);
     }
@@ -68,7 +71,6 @@ __device__ __forceinline__ void rotate(
         const int64 h = e / half;
         rotate_pair(query + h * (P + R) + P, q_row + h * (C + R) + C, e % half);
     }
-    T* place = cache + (int64(page_table[b * max_pages + row / S]) * S + row % S) * (C + R);
     for (int32 c = threadIdx.x; c < C; c += THREADS) place[c] = rounded<T>(load(latent + c) * scale * load(gain + c));
     for (int32 p = threadIdx.x; p < half; p += THREADS) rotate_pair(keys + slot * key_stride, place + C, p);
 }

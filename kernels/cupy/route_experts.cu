@@ -18,11 +18,11 @@
 constexpr int32 THREADS = 128, LANES = 32;
 constexpr int32 MOST_EXPERTS = 4096;  // `route_experts.py` says it too
 
-// An integer in the order of x; 0 is below that of every number.
+// An integer in the order of x; 0 is below that of every number, and that of NaN above 0 alone.
 __device__ __forceinline__ uint64 in_order(double x)
 {
     const int64 bits = __double_as_longlong(x);
-    return bits < 0 ? ~uint64(bits) : uint64(bits) | 1ull << 63;
+    return x != x ? 1 : bits < 0 ? ~uint64(bits) : uint64(bits) | 1ull << 63;
 }
 
 __device__ __forceinline__ double number(uint64 order)

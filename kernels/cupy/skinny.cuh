@@ -8,15 +8,21 @@
 //
 // The warps of a block share the columns, in parts; nothing but W's type and width decides what is added up in which
 // order, so that a token's sums have the same bits in every tile. W and x go from memory straight to registers, 16
-// bytes a lane and load: with a part of a few loads, all of them are under way at once.
-//
-// Version 1 shared columns between the lanes of one warp, by single elements. Version 2 had a ring of stages in shared
-// memory, filled by cp.async, and a cluster of blocks that shared the columns. Version 3 is this one.
+// bytes a lane and load: with a part of a few loads, all of them are under way at once. The third form is for matrices so
+// large that rows alone fill the GPU: its warps share the rows, and W and x come through a ring in shared memory.
 #pragma once
 
 #include "floats.cuh"
 
-constexpr int32 MOST_PARTS = 8;  // warps of a block; `linear.py` says it too
+constexpr int32 FMA_PARTS = 4, MMA_PARTS = 8;  // the most warps of a block; `linear.py` says it too
+
+// Brings the lines of some rows of W, which lie behind each other, to L2: before what they are multiplied with is there.
+template <typename W> __device__ __forceinline__ void prefetch_rows(const W* rows, int64 count, int32 width)
+{
+    const auto* bytes = reinterpret_cast<const unsigned char*>(rows);
+    for (int64 at = threadIdx.x * 128; at < count * width * int64(sizeof(W)); at += blockDim.x * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(bytes + at));
+}
 
 template <typename T, int32 N> struct alignas(N * sizeof(T)) Chunk {
     T values[N];
@@ -63,7 +69,7 @@ __device__ __forceinline__ void multiply_by_fma(
     using Sum = Wide<X>;
     constexpr int32 OUTPUTS = PAIRED ? ROWS / 2 : ROWS, SUMS = TOKENS * ROWS, AT_ONCE = SUMS < 32 ? SUMS : 32;
     constexpr int32 STRIDE = 32 * N;
-    __shared__ Sum partial[MOST_PARTS][SUMS + TOKENS];  // a token's ROWS sums, and behind all of them the squares
+    __shared__ Sum partial[FMA_PARTS][SUMS + TOKENS];  // a token's ROWS sums, and behind all of them the squares
     const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = output_block * OUTPUTS;
 
     const W* rows[ROWS];
@@ -80,7 +86,7 @@ __device__ __forceinline__ void multiply_by_fma(
 #pragma unroll
     for (int32 t = 0; t < TOKENS; ++t) x[t] = input(min(t, tokens - 1));
     Sum sums[SUMS] = {}, squares[TOKENS] = {};
-#pragma unroll(TOKENS <= 2 ? 4 : 1)
+#pragma unroll(TOKENS <= 2 ? 2 : 1)
     for (int32 k = begin; k < end; k += STRIDE) {
         Chunk<W, N> w[ROWS];
 #pragma unroll
@@ -139,7 +145,7 @@ __device__ __forceinline__ void multiply_by_fma(
 // a lane's load of 8 gives it both halves of two mma. The product of x and the gain is rounded to their type.
 __device__ constexpr int32 mma_pitch(int32 rows) { return rows + 4; }  // of a token's sums, in floats
 
-__device__ constexpr int32 mma_bytes(int32 tokens, int32 rows) { return MOST_PARTS * tokens * mma_pitch(rows) * 4; }
+__device__ constexpr int32 mma_bytes(int32 tokens, int32 rows) { return MMA_PARTS * tokens * mma_pitch(rows) * 4; }
 
 __device__ __forceinline__ void mma(float (&sums)[4], const uint4& low, const uint4& high, const uint4& x, const __half*)
 {
@@ -186,7 +192,7 @@ __device__ __forceinline__ void multiply_by_mma(
     int32 output_block, Input input, Store store)
 {
     constexpr int32 OUTPUTS = PAIRED ? ROWS / 2 : ROWS, ROW_TILES = ROWS / 16, TILES = TOKENS / 8;
-    constexpr int32 STRIDE = 32, CHUNK = 8, PITCH = mma_pitch(ROWS);
+    constexpr int32 STRIDE = 32, CHUNK = 8, PITCH = mma_pitch(ROWS), AT_ONCE = TOKENS == 8 ? 4 : 2;
     extern __shared__ __align__(16) float partial[];  // (parts, TOKENS, PITCH), the squares at ROWS
     const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = output_block * OUTPUTS;
 
@@ -207,28 +213,35 @@ __device__ __forceinline__ void multiply_by_mma(
 #pragma unroll
     for (int32 n = 0; n < TILES; ++n) x[n] = input(min(n * 8 + lane / 4, tokens - 1));
     float sums[ROW_TILES][TILES][4] = {}, squares[TILES] = {};
-    // All lanes take part in mma, whether their columns are there or not.
     const uint4 nothing = {};
-#pragma unroll(TOKENS == 8 ? 4 : 1)
-    for (int32 k = begin, base = begin - lane % 4 * CHUNK; base < end; k += STRIDE, base += STRIDE) {
-        const bool there = k < end;
-        uint4 w[ROW_TILES][2], own[TILES], g = nothing;
+    // All lanes take part in mma, whether their columns are there or not.
+    for (int32 base = begin - lane % 4 * CHUNK; base < end; base += AT_ONCE * STRIDE) {
+        // All loads before the first branch, so that they are under way together.
+        uint4 w[AT_ONCE][ROW_TILES][2], own[AT_ONCE][TILES], g[AT_ONCE];
 #pragma unroll
-        for (int32 m = 0; m < ROW_TILES; ++m) {
+        for (int32 u = 0; u < AT_ONCE; ++u) {
+            const int32 k = base + u * STRIDE + lane % 4 * CHUNK;
+            const bool there = k < end;
 #pragma unroll
-            for (int32 i = 0; i < 2; ++i)
-                w[m][i] = there ? *reinterpret_cast<const uint4*>(rows[m][i] + k) : nothing;
+            for (int32 m = 0; m < ROW_TILES; ++m) {
+#pragma unroll
+                for (int32 i = 0; i < 2; ++i)
+                    w[u][m][i] = there ? *reinterpret_cast<const uint4*>(rows[m][i] + k) : nothing;
+            }
+#pragma unroll
+            for (int32 n = 0; n < TILES; ++n)
+                own[u][n] = there && n * 8 < tokens ? *reinterpret_cast<const uint4*>(x[n] + k) : nothing;
+            g[u] = there && gain ? *reinterpret_cast<const uint4*>(gain + k) : nothing;
         }
-        if (gain && there) g = *reinterpret_cast<const uint4*>(gain + k);
 #pragma unroll
-        for (int32 n = 0; n < TILES; ++n)
-            own[n] = there && n * 8 < tokens ? *reinterpret_cast<const uint4*>(x[n] + k) : nothing;
+        for (int32 u = 0; u < AT_ONCE; ++u) {
 #pragma unroll
-        for (int32 n = 0; n < TILES; ++n) {
-            if (n * 8 >= tokens) break;
-            if (gain) take_gain<T>(own[n], g, squares[n]);
+            for (int32 n = 0; n < TILES; ++n) {
+                if (n * 8 >= tokens) break;
+                if (gain) take_gain<T>(own[u][n], g[u], squares[n]);
 #pragma unroll
-            for (int32 m = 0; m < ROW_TILES; ++m) mma(sums[m][n], w[m][0], w[m][1], own[n], weights);
+                for (int32 m = 0; m < ROW_TILES; ++m) mma(sums[m][n], w[u][m][0], w[u][m][1], own[u][n], weights);
+            }
         }
     }
 #pragma unroll
@@ -266,5 +279,134 @@ __device__ __forceinline__ void multiply_by_mma(
             other *= scale;
         }
         if (first + o < outputs) store(t, first + o, sum, other);
+    }
+}
+
+// By tensor cores through a ring of some stages of shared memory, filled by cp.async, 64 columns at a time. A row of a
+// stage is 128 bytes, its 8 chunks of 16 bytes in the order chunk ^ (row % 8), so that ldmatrix meets no bank twice. A
+// warp has 16 rows of W (of PAIRED, the block's first half is gate's and the second up's) and all columns.
+constexpr int32 RING_THREADS = 128, RING_ROWS = 64, STEP_BYTES = 128;
+
+__device__ constexpr int32 ring_stages(int32 tokens) { return tokens > 32 ? 3 : 4; }
+
+__device__ constexpr int32 ring_bytes(int32 tokens)
+{
+    return ring_stages(tokens) * (RING_ROWS + tokens) * STEP_BYTES;
+}
+
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
+// 16 bytes from global to shared memory, under way until they are waited for; zeros where `there` is false.
+__device__ __forceinline__ void copy_chunk(uint32 to, const void* from, bool there)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32 (&four)[4], uint32 address)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+template <int32 TOKENS, bool PAIRED, typename T, typename Input, typename Store>
+__device__ __forceinline__ void multiply_by_ring(
+    const T* __restrict__ weights, int32 outputs, int32 width, int32 tokens, int32 output_block, Input input,
+    Store store)
+{
+    constexpr int32 ROWS = RING_ROWS, OUTPUTS = PAIRED ? ROWS / 2 : ROWS, STAGE_BYTES = (ROWS + TOKENS) * STEP_BYTES;
+    constexpr int32 COLUMNS = STEP_BYTES / sizeof(T), CHUNK = 16 / sizeof(T), TILES = TOKENS / 8;
+    constexpr int32 ROWS_AT_ONCE = RING_THREADS / 8, X_COPIES = (TOKENS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    constexpr int32 PITCH = ROWS + 4, STAGES = ring_stages(TOKENS);  // the former of the sums, in floats
+    static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE_BYTES, "the sums take the place of the stages");
+    extern __shared__ __align__(128) float stages[];
+    const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = output_block * OUTPUTS;
+
+    // This thread's chunk of a step in each of its rows: of W every ROWS_AT_ONCE-th, and of x.
+    const int32 chunk = threadIdx.x % 8, row = threadIdx.x / 8;
+    const T* from_w[ROWS / ROWS_AT_ONCE];
+    const T* from_x[X_COPIES];
+    uint32 there = 0;
+#pragma unroll
+    for (int32 i = 0; i < ROWS / ROWS_AT_ONCE; ++i) {
+        const int32 r = row + i * ROWS_AT_ONCE, output = first + r % OUTPUTS;
+        there |= uint32(output < outputs) << i;
+        from_w[i] = weights + (int64(r / OUTPUTS) * outputs + min(output, outputs - 1)) * width + chunk * CHUNK;
+    }
+#pragma unroll
+    for (int32 i = 0; i < X_COPIES; ++i) {
+        const int32 t = row + i * ROWS_AT_ONCE;
+        there |= uint32(t < tokens) << (16 + i);
+        from_x[i] = input(min(t, tokens - 1)) + chunk * CHUNK;
+    }
+    const uint32 base = shared_address(stages), place = row * STEP_BYTES + ((chunk ^ row % 8) << 4);
+    const int32 steps = (width + COLUMNS - 1) / COLUMNS;
+    const auto fetch = [&](int32 step) {
+        const uint32 to = base + step % STAGES * STAGE_BYTES + place;
+        const int32 column = step * COLUMNS;
+        const bool inside = column + chunk * CHUNK < width;
+#pragma unroll
+        for (int32 i = 0; i < ROWS / ROWS_AT_ONCE; ++i) {
+            const bool is_there = inside && (there >> i & 1);
+            copy_chunk(to + i * ROWS_AT_ONCE * STEP_BYTES, is_there ? from_w[i] + column : weights, is_there);
+        }
+#pragma unroll
+        for (int32 i = 0; i < X_COPIES; ++i) {
+            const bool is_there = inside && (there >> (16 + i) & 1);
+            if (TOKENS % ROWS_AT_ONCE == 0 || row + i * ROWS_AT_ONCE < TOKENS)
+                copy_chunk(to + (ROWS + i * ROWS_AT_ONCE) * STEP_BYTES, is_there ? from_x[i] + column : weights,
+                           is_there);
+        }
+    };
+
+#pragma unroll
+    for (int32 step = 0; step < STAGES - 1; ++step) {
+        if (step < steps) fetch(step);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+    float sums[TILES][4] = {};
+    for (int32 step = 0; step < steps; ++step) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        // The stage that has come, to all threads, which are through with the one that is filled next.
+        __syncthreads();
+        if (step + STAGES - 1 < steps) fetch(step + STAGES - 1);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        const uint32 stage = base + step % STAGES * STAGE_BYTES;
+#pragma unroll
+        for (int32 half = 0; half < 2; ++half) {  // of the step's four times 16 columns
+            uint32 w[2][4];
+#pragma unroll
+            for (int32 i = 0; i < 2; ++i) {
+                const int32 r = warp * 16 + lane % 16, c = half * 4 + i * 2 + lane / 16;
+                load_matrices(w[i], stage + r * STEP_BYTES + ((c ^ r % 8) << 4));
+            }
+#pragma unroll
+            for (int32 n = 0; n < TILES; ++n) {
+                uint32 own[4];
+                const int32 r = ROWS + n * 8 + lane % 8, c = half * 4 + lane / 8;
+                load_matrices(own, stage + r * STEP_BYTES + ((c ^ r % 8) << 4));
+                const uint4 low{w[0][0], w[0][2], w[1][0], w[1][2]}, high{w[0][1], w[0][3], w[1][1], w[1][3]};
+                mma(sums[n], low, high, uint4{own[0], own[1], own[2], own[3]}, weights);
+            }
+        }
+    }
+
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    // All threads are through with the stages, whose place the sums take.
+    __syncthreads();
+#pragma unroll
+    for (int32 n = 0; n < TILES; ++n) {
+#pragma unroll
+        for (int32 i = 0; i < 4; ++i) {
+            const int32 r = warp * 16 + lane / 4 + i / 2 * 8, t = n * 8 + lane % 4 * 2 + i % 2;
+            stages[t * PITCH + r] = sums[n][i];
+        }
+    }
+    // The sums, to all threads.
+    __syncthreads();
+    for (int32 i = threadIdx.x; i < tokens * OUTPUTS; i += RING_THREADS) {
+        const float* own = stages + i / OUTPUTS * PITCH + i % OUTPUTS;
+        if (first + i % OUTPUTS < outputs) store(i / OUTPUTS, first + i % OUTPUTS, *own, PAIRED ? own[OUTPUTS] : 0.0f);
     }
 }

@@ -54,8 +54,18 @@ SHAPES = [
     *((5, D, 70) for D in (1, 3, 8, 16, 63, 64, 65, 72, 128, 264, 576, 1000, 2048, 7168)),
     *((M, 2304, 200) for M in (3, 30, 65, 150)),
     *((9, 320, outputs) for outputs in (1, 2, 15, 31, 32, 33, 63, 64, 65, 576)),
+    *((M, 2048, 8200) for M in (1, 9, 72, 100)),  # so large that it goes through the ring
 ]
-LAYER_SHAPES = [(5, 96, 60), (1, 256, 100), (70, 384, 33), (131, 264, 50), (9, 61, 7), (0, 64, 8), (2, 1024, 64)]
+LAYER_SHAPES = [
+    (7, 2056, 8192),
+    (5, 96, 60),
+    (1, 256, 100),
+    (70, 384, 33),
+    (131, 264, 50),
+    (9, 61, 7),
+    (0, 64, 8),
+    (2, 1024, 64),
+]
 EPS = 1e-5
 
 
@@ -203,7 +213,8 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch(cp, dtype, D):
         if dtype == "bfloat16":
             yield kernels.linear(rows, weight.astype(np.float32), gain=gain, eps=EPS, dtype="float32")
 
-    alone = [[got.get() for got in products(x[m : m + 1])] for m in range(0, 128, 9)]
+    rows = range(0, 128, 9)
+    alone = [[got.get() for got in products(x[m : m + 1])] for m in rows]
     for M in (2, 3, 5, 8, 9, 17, 32, 33, 65, 72, 73, 128):
         for kind, together in enumerate(products(x[:M])):
             for m in range(0, M, 9):
@@ -394,6 +405,33 @@ def test_moe_experts(cp, dtype, case):
             assert_same(alone.get(), got[m : m + 1].get())
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_row_through_the_ring_has_the_same_bits_too(cp, dtype):
+    rng = np.random.default_rng(13)
+    (x, _), (weight, _), (gain, _) = (
+        normal(rng, dtype, 128, 2048),
+        normal(rng, dtype, 8192, 2048),
+        normal(rng, dtype, 2048),
+    )
+    x, weight, gain = map(cp.asarray, (x, weight, gain))
+    for more in ({}, {"gain": gain, "eps": EPS, "dtype": "float32"}):
+        alone = {m: kernels.linear(x[m : m + 1], weight, **more).get() for m in (0, 5, 30, 63, 70, 127)}
+        for M in (1, 6, 8, 31, 33, 64, 71, 72, 128):
+            together = kernels.linear(x[:M], weight, **more)
+            for m in alone:
+                if m < M:
+                    assert_same(alone[m], together[m : m + 1].get())
+
+
+def test_nan_logits_choose_experts_that_there_are(cp):
+    for dtype in (np.float32, np.float64):
+        logits = cp.full((2, 32), np.nan, dtype)
+        logits.view(np.uint8)[1] = 0xFF
+        settings = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+        ids, _ = kernels.route_experts(logits, cp.zeros(32, dtype), num_experts_per_tok=3, **settings)
+        assert ids.get().tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
 def capturable_layer(cp, dtype, M):
     """A layer of every function here on M rows, as a function of x, and x."""
     rng = np.random.default_rng(9)
@@ -445,6 +483,7 @@ def capturable_layer(cp, dtype, M):
 def test_layers_are_captured_and_replayed(cp, dtype, M):
     layer, x = capturable_layer(cp, dtype, M)
     stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()  # the inputs were made on another stream
     with stream:
         layer(x)
         stream.synchronize()
