@@ -456,6 +456,7 @@ class _ResidentBlocks:
             # of all layers, so that rows go into every context at once
             self._keys_values = _stacked([layer.keys_values for layer in drafter._layers])
             self._key_norms = _stacked([layer.key_norm[None] for layer in drafter._layers])
+            self._features = xp.empty((B, depth + 1, len(c.target_layers), c.hidden_size), drafter._dtype)
             self._blocks = xp.empty((B, c.block_size, c.hidden_size), drafter._dtype)
         except MemoryError as error:
             raise MemoryError(
@@ -468,9 +469,12 @@ class _ResidentBlocks:
     def draft(self) -> tuple[Any, Any]:
         drafter, state, eps = self._drafter, self._state, self._drafter.config.rms_norm_eps
         if state.hidden_states:
-            rows = [state.hidden_states[layer] for layer in drafter.hidden_layers]
-            features = _side_by_side(rows).astype(drafter._dtype, copy=False)
-            self._append(features.reshape(-1, features.shape[-1]), state.lengths, state.kept, slice(None))
+            B, J, layers_read, D = self._features.shape
+            for i, read in enumerate(drafter.hidden_layers):  # not joined: CuPy would bring their addresses from here
+                rows = state.hidden_states[read].astype(drafter._dtype, copy=False)
+                _bits(self._features)[:, :, i] = _bits(rows)
+            features = self._features.reshape(B * J, layers_read * D)
+            self._append(features, state.lengths, state.kept, slice(None))
         h = self._embedded()
         for i, layer in enumerate(drafter._layers):
             projected = self._layers.linear(h, layer.projections, gain=layer.attention_norm, eps=eps)

@@ -1,7 +1,7 @@
 // The keys and values of newly committed rows, into the contexts of a block drafter.
 //
-// One block a row and layer: it makes the row's cosines and sines, and its warps take a head each. The row of position p
-// is row p % W of its context; rows beyond `kept`, and those that later ones of the same call would write over, write
+// One block a row and layer: it makes the row's cosines and sines, and its warps take a head each. The row of position
+// p is row p % W of its context; rows beyond `kept`, and those that later ones of the same call would write over, write
 // nothing. lengths and kept of inert slots may be anything.
 //
 //   projected       (B J, layers 2 H E)  keys, before norm and rotation, and values of each layer

@@ -8,7 +8,7 @@ from ddtree.kernels.cupy.program import blocks_for, empty, launch, suffix_of
 
 __all__ = ["MOST_ELEMENTS", "MOST_KEYS", "block_attention"]
 
-THREADS, QUERIES = 256, 8
+QUERIES, PART = 8, 4
 MOST_ELEMENTS, MOST_KEYS = 256, 4096
 """Elements a head, and those of a block's rows together."""
 
@@ -39,13 +39,14 @@ def block_attention(
             f"got {E} and {size} · {E}"
         )
     double = projected.dtype.itemsize == 8
+    threads, size_of = (256, 8) if double else (512, 4)
     parts = 8 if double else next(parts for parts in (2, 4, 8) if 32 * parts >= E)
     mixed = empty((B * size, H * E), projected.dtype)
     launch(
         *("block_attention", f"block_attention_{parts}_{suffix_of(projected)}"),
-        *((blocks_for(size, QUERIES), H, B), THREADS),
+        *((blocks_for(size, QUERIES), H, B), threads),
         *(projected, context_keys, context_values, lengths, query_norm, key_norm, frequencies),
         *(np.float64(eps), np.float64(E**-0.5), *map(np.int32, (size, H, E, W)), mixed),
-        shared=(8 if double else 4) * (2 * size * E + QUERIES * E + THREADS * QUERIES),
+        shared=size_of * (2 * size * E + QUERIES * E + threads * PART),
     )
     return mixed

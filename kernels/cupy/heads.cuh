@@ -24,8 +24,8 @@ template <typename X> __device__ __forceinline__ X warp_sum(X x)
     return x;
 }
 
-// By one warp: a head of 2 `pairs` elements, normalised by `gain` and rotated, pair p being elements p and pairs + p; its
-// elements go `stride` apart.
+// By one warp: a head of 2 `pairs` elements, normalised by `gain` and rotated, pair p being elements p and pairs + p;
+// its elements go `stride` apart.
 template <typename T, typename To>
 __device__ __forceinline__ void place_head(
     const T* head, const T* gain, double eps, int32 pairs, const Wide<T>* cosines, const Wide<T>* sines, int32 lane,

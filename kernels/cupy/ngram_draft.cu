@@ -1,11 +1,11 @@
 // Prompt lookup: every earlier place that a request's last n tokens match votes for what followed it.
 //
-// One block a depth of a request. Its warps have a span of places each, the first warp the most recent ones, and go over
-// them twice: once to count those of each order (a length of suffix, from `shortest` up), which gives each order its
-// total, and once to vote, when the rank of each place by recency is known. Votes and shares are whole numbers, of 2^-52
-// and 2^-62, whose sums are the same in any order, so that threads may add them up in a hash table as they come. The
-// candidates are then ranked by counting those that are better; where there are many, a histogram of the shares first
-// leaves out those that cannot be among the best K.
+// One block a depth of a request. Its warps have a span of places each, the first warp the most recent ones, and go
+// over them twice: once to count those of each order (a length of suffix, from `shortest` up), which gives each order
+// its total, and once to vote, when the rank of each place by recency is known. Votes and shares are whole numbers, of
+// 2^-52 and 2^-62, whose sums are the same in any order, so that threads may add them up in a hash table as they come.
+// The candidates are then ranked by counting those that are better; where there are many, a histogram of the shares
+// first leaves out those that cannot be among the best K.
 //
 //   tokens     int32 (B, R)     the first lengths[b] of a row count; those of inert slots may be anything
 //   vote_sums  int64 (voters + 1)  votes of the most recent places together
@@ -13,14 +13,12 @@
 #include "block.cuh"
 #include "portable_math.cuh"
 
-constexpr int32 THREADS = 512, WARPS = THREADS / 32;
 constexpr int32 AHEAD = 4;                // steps of a warp whose tokens are loaded together
 constexpr int32 MOST_ORDERS = 32;         // one a lane; `ngram_draft.py` says these too
 constexpr int32 MOST_CANDIDATES = 4096;
 constexpr int32 FEW = 128;                // candidates that are ranked at once
+constexpr int32 BUCKETS = 512;            // of shares
 constexpr int32 FREE = -1;                // the key of an unused slot
-
-DDTREE_SHARED(ngram_draft, 12 * (MOST_CANDIDATES + MOST_CANDIDATES / 2 + 1) + 4 * MOST_CANDIDATES);
 
 // The tokens of one request, and the longest suffix of them that is looked up.
 struct Sequence {
@@ -37,10 +35,11 @@ struct Sequence {
 
     // Visits this warp's places where the last token stands before, 32 at a time and the most recent first: with each
     // lane's place, and how many tokens match there, or 0.
-    template <typename Visit> __device__ __forceinline__ void over_places(int32 warp, int32 lane, Visit visit) const
+    template <typename Visit>
+    __device__ __forceinline__ void over_places(int32 warp, int32 warps, int32 lane, Visit visit) const
     {
         if (length < 2) return;
-        const int32 span = (length - 2 + THREADS) / THREADS * 32, last = tokens[length - 1];
+        const int32 span = (length - 2 + 32 * warps) / (32 * warps) * 32, last = tokens[length - 1];
         const int32 newest = length - 1 - warp * span, oldest = max(newest - span, 0);
         for (int32 top = newest; top > oldest; top -= 32 * AHEAD) {
             bool alike[AHEAD];
@@ -95,21 +94,23 @@ struct Ballot {
     }
 };
 
-// Which of THREADS buckets a share lies in: eight to a doubling, larger shares not below smaller ones.
+// Which bucket a share lies in: eight to a doubling, larger shares not below smaller ones.
 __device__ __forceinline__ int32 bucket_of(uint64 share)
 {
     return int32(__float_as_uint(__ull2float_rz(share)) >> 20) - (127 << 3);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) ngram_draft(
+template <int32 THREADS>
+__device__ __forceinline__ void draft(
     const int32* __restrict__ tokens, const int32* __restrict__ lengths, const int64* __restrict__ vote_sums, int32 R,
     int32 voters, int32 K, int32 longest, int32 shortest, double escape, int32 slots, int32 candidates,
     float* __restrict__ log_probs, int32* __restrict__ token_ids)
 {
     wait_for_earlier();
+    constexpr int32 WARPS = THREADS / 32;
     extern __shared__ uint64 dynamic[];
     __shared__ uint32 sums[2][32];
-    __shared__ int32 counts[WARPS][MOST_ORDERS], early[WARPS][MOST_ORDERS], buckets[THREADS];
+    __shared__ int32 counts[WARPS][MOST_ORDERS], early[MOST_ORDERS], buckets[BUCKETS];
     __shared__ double factors[MOST_ORDERS];
     __shared__ int32 filled_count, left_count, cut;
     Block block(sums);
@@ -124,12 +125,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) ngram_draft(
         dynamic[i] = 0;
         keys[i] = FREE;
     }
-    buckets[t] = 0;
+    if (t < BUCKETS) buckets[t] = 0;
+    if (t < MOST_ORDERS) early[t] = 0;
     if (t == 0) filled_count = left_count = cut = 0;
+    // Nothing is counted yet, for all.
+    block.barrier();
 
     // Lane o counts the places of order `shortest` + o, and those of them that nothing follows at this depth yet.
     int32 count = 0, count_early = 0;
-    sequence.over_places(warp, lane, [&](int32 end, int32 n) {
+    sequence.over_places(warp, WARPS, lane, [&](int32 end, int32 n) {
         const uint32 unknown = __ballot_sync(ALL_LANES, end + depth >= length);
         for (int32 o = 0;; ++o) {
             const uint32 places = __ballot_sync(ALL_LANES, n >= shortest + o);
@@ -141,19 +145,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) ngram_draft(
         }
     });
     counts[warp][lane] = count;
-    early[warp][lane] = count_early;
-    // The counts of every warp, to all; the table is empty for all.
+    if (count_early > 0) atomicAdd(early + lane, count_early);
+    // The counts of every warp, to all.
     block.barrier();
     int32 first = 0;  // rank of this warp's next place, of the lane's order
     for (int32 w = 0; w < warp; ++w) first += counts[w][lane];
     if (warp == 0) {
-        int32 places = 0, unknown = 0;
-        for (int32 w = 0; w < WARPS; ++w) {
-            places += counts[w][lane];
-            unknown += early[w][lane];
-        }
+        int32 places = 0;
+        for (int32 w = 0; w < WARPS; ++w) places += counts[w][lane];
         places = min(places, voters);
-        const double total = double(vote_sums[places] - vote_sums[min(unknown, places)]) * 0x1p-52 + escape;
+        const double total = double(vote_sums[places] - vote_sums[min(early[lane], places)]) * 0x1p-52 + escape;
         const double passed_on = escape / total;
         double escaped = 1.0;  // the longest order has all of it
         for (int32 o = MOST_ORDERS - 1; o > 0; --o) {
@@ -166,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ngram_draft(
     block.barrier();
 
     const uint32 below = (1u << lane) - 1;
-    sequence.over_places(warp, lane, [&](int32 end, int32 n) {
+    sequence.over_places(warp, WARPS, lane, [&](int32 end, int32 n) {
         uint64 share = 0;
         for (int32 o = 0;; ++o) {
             const uint32 places = __ballot_sync(ALL_LANES, n >= shortest + o);
@@ -176,8 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) ngram_draft(
                 share += uint64(double(vote_sums[rank + 1] - vote_sums[rank]) * factors[o] * 1024.0);
             if (lane == o) first += __popc(places);
         }
-        const int32 token = end + depth < length ? sequence.tokens[end + depth] : FREE;
-        const bool votes = share > 0 && token >= 0;
+        const int32 token = share > 0 && end + depth < length ? sequence.tokens[end + depth] : FREE;
+        const bool votes = token >= 0;
         const uint32 voting = __ballot_sync(ALL_LANES, votes);
         if (votes) ballot.vote_together(voting, lane, token, share);
     });
@@ -190,10 +191,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) ngram_draft(
         for (int32 i = t; i < left; i += THREADS) atomicAdd(buckets + bucket_of(dynamic[filled[i]]), 1);
         // The histogram, to all.
         block.barrier();
-        const uint32 mine = buckets[THREADS - 1 - t];
+        const int32 bucket = BUCKETS - 1 - t;  // the largest shares first
+        const uint32 mine = bucket >= 0 ? buckets[bucket] : 0;
         uint32 total;
         const uint32 before = block.sum_before(mine, total);
-        if (before < uint32(K) && uint32(K) <= before + mine) cut = THREADS - 1 - t;
+        if (before < uint32(K) && uint32(K) <= before + mine) cut = bucket;
         // The bucket of the K-th, to all.
         block.barrier();
         unsigned short* kept = filled + candidates;
@@ -224,3 +226,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) ngram_draft(
         log_probs[row + k] = minus_infinity();
     }
 }
+
+#define DRAFT(name, THREADS)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS) name(                                                       \
+        const int32* tokens, const int32* lengths, const int64* vote_sums, int32 R, int32 voters, int32 K,            \
+        int32 longest, int32 shortest, double escape, int32 slots, int32 candidates, float* log_probs,                \
+        int32* token_ids)                                                                                             \
+    {                                                                                                                 \
+        draft<THREADS>(tokens, lengths, vote_sums, R, voters, K, longest, shortest, escape, slots, candidates,        \
+                       log_probs, token_ids);                                                                         \
+    }
+
+DRAFT(ngram_draft_512, 512)
+DDTREE_SHARED(ngram_draft_512, 12 * (MOST_CANDIDATES + MOST_CANDIDATES / 2 + 1) + 4 * MOST_CANDIDATES);
+DRAFT(ngram_draft_1024, 1024)
+DDTREE_SHARED(ngram_draft_1024, 12 * (MOST_CANDIDATES + MOST_CANDIDATES / 2 + 1) + 4 * MOST_CANDIDATES);

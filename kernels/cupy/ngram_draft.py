@@ -8,7 +8,8 @@ from ddtree.kernels.cupy.program import empty, launch
 
 __all__ = ["MOST_CANDIDATES", "MOST_ORDERS", "ngram_draft"]
 
-THREADS = 512
+FEW_TOKENS = 4096
+"""Up to so many, smaller blocks leave room for each other."""
 MOST_ORDERS, MOST_CANDIDATES = 32, 4096
 
 
@@ -47,9 +48,10 @@ def ngram_draft(
             "lower recency or max_ngram"
         )
     slots = candidates + candidates // 2 + 1
+    threads = 512 if R <= FEW_TOKENS else 1024
     log_probs, token_ids = empty((B, depth, topk), np.float32), empty((B, depth, topk), np.int32)
     launch(
-        *("ngram_draft", "ngram_draft", (depth, B), THREADS),
+        *("ngram_draft", f"ngram_draft_{threads}", (depth, B), threads),
         *(tokens, lengths, vote_sums, *map(np.int32, (R, voters, topk, longest, min_ngram)), np.float64(escape)),
         *(np.int32(slots), np.int32(candidates), log_probs, token_ids),
         shared=12 * slots + 4 * candidates,

@@ -68,9 +68,6 @@ EARLY = {
     "rope",
     "route_experts",
 }
-"""Programs all of whose blocks call ``wait_for_earlier`` (see ``common.cuh``) before they read what was not there at
-the launch before, or write: they may be launched early, while that one still runs."""
-EARLY = {"linear", "moe_experts", "rms_norm", "rope", "route_experts"}
 """Programs that may be launched early, while the launch before still runs: all their blocks call ``wait_for_earlier``
 (see ``common.cuh``) before they write, or read what that launch may have written."""
 
