@@ -27,11 +27,11 @@ __device__ __forceinline__ double silu(double x)
     return x * (x < 0 ? small : 1.0) / (1.0 + small);
 }
 
-__device__ __forceinline__ float root(float x) { return sqrtf(x); }
-__device__ __forceinline__ double root(double x) { return sqrt(x); }
+__device__ __forceinline__ float one_over_root(float x) { return rsqrtf(x); }
+__device__ __forceinline__ double one_over_root(double x) { return 1 / sqrt(x); }
 
 // What RMS normalisation multiplies a row by, from its sum of squares.
 template <typename X> __device__ __forceinline__ X scale_of(X squares, int32 width, double eps)
 {
-    return 1 / root(squares / width + X(eps));
+    return one_over_root(squares / width + X(eps));
 }

@@ -1,9 +1,7 @@
 // y = x W^T for few rows of x, and the first half of a gated layer, silu(x G^T) * (x U^T), in one launch each.
 //
-// A block has some outputs of one head, and a tile of tokens (see skinny.cuh), or, of the largest tiles by fused
-// multiplications and additions, every `sharers`-th tile: where outputs alone fill the GPU, all tiles, for which W's rows
-// then come from L1. Blocks of the same outputs are neighbours in the grid, so that W comes from memory once. A plain
-// product has one head.
+// A block has some outputs of one head, and a tile of tokens (see skinny.cuh). Neighbours in the grid have the same
+// outputs, so that W comes from memory once however many tokens there are. A plain product has one head.
 //
 //   x         token t's row of head h at x + t * x_stride + h * x_head, of D columns
 //   weights   (H, O, D); of `gated`, (H, 2 O, D): gate's rows, then up's
@@ -43,7 +41,7 @@ template <typename X, typename W> struct Product {
     int32 M, D, O;
     int64 x_stride, x_head, y_stride, y_head;
     double eps;
-    int32 wide, sharers;
+    int32 wide;
 };
 
 // N columns a load; of 0, by tensor cores, with RING_ROWS rows through the ring, which takes no gain.
@@ -51,57 +49,39 @@ template <int32 TOKENS, int32 ROWS, int32 N, bool GATED, typename X, typename W>
 __device__ __forceinline__ void multiply(const Product<X, W>& p)
 {
     constexpr int32 OUTPUTS = GATED ? ROWS / 2 : ROWS;
-    const int32 h = blockIdx.y, block = blockIdx.x / p.sharers, rows = min(OUTPUTS, p.O - block * OUTPUTS);
+    const int32 tiles = (p.M + TOKENS - 1) / TOKENS, first = int32(blockIdx.x) % tiles * TOKENS, h = blockIdx.y;
+    const int32 tokens = min(TOKENS, p.M - first), block = blockIdx.x / tiles, rows = min(OUTPUTS, p.O - block * OUTPUTS);
+    const X* x = p.x + h * p.x_head + first * p.x_stride;
     const W* weights = p.weights + int64(h) * (GATED ? 2 : 1) * p.O * p.D;
+    const Store<GATED, X> store{p.y, p.residual, h * p.y_head + first * p.y_stride, p.y_stride, p.wide != 0};
+    const auto input = [&](int32 t) { return x + t * p.x_stride; };
     if constexpr (ROWS < RING_ROWS) {
         prefetch_rows(weights + int64(block) * OUTPUTS * p.D, rows, p.D);
         if (GATED) prefetch_rows(weights + (int64(block) * OUTPUTS + p.O) * p.D, rows, p.D);
     }
     wait_for_earlier();
-    const auto multiply_tile = [&](int32 first) {
-        const X* x = p.x + h * p.x_head + first * p.x_stride;
-        const Store<GATED, X> store{p.y, p.residual, h * p.y_head + first * p.y_stride, p.y_stride, p.wide != 0};
-        const auto input = [&](int32 t) { return x + t * p.x_stride; };
-        const int32 tokens = min(TOKENS, p.M - first);
-        if constexpr (N > 0)
-            multiply_by_fma<TOKENS, ROWS, N, GATED>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
-        else if constexpr (ROWS < RING_ROWS)
-            multiply_by_mma<TOKENS, ROWS, GATED>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
-        else
-            multiply_by_ring<TOKENS, GATED>(weights, p.O, p.D, tokens, block, input, store);
-    };
-    int32 first = int32(blockIdx.x) % p.sharers * TOKENS;
-#pragma unroll 1
-    do {
-        multiply_tile(first);
-        if constexpr (N == 0 || TOKENS < 8) return;  // there are as many sharers as tiles
-        // All threads are through with this tile's sums.
-        __syncthreads();
-        first += p.sharers * TOKENS;
-    } while (first < p.M);
+    if constexpr (N > 0)
+        multiply_by_fma<TOKENS, ROWS, N, GATED>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
+    else if constexpr (ROWS < RING_ROWS)
+        multiply_by_mma<TOKENS, ROWS, GATED>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
+    else
+        multiply_by_ring<TOKENS, GATED>(weights, p.O, p.D, tokens, block, input, store);
 }
 
 #define MULTIPLY(name, X, W, THREADS, BLOCKS, TOKENS, ROWS, N, GATED)                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
         name(const X* x, const W* weights, const X* gain, const void* residual, void* y, int32 M, int32 D, int32 O,    \
-             int64 x_stride, int64 x_head, int64 y_stride, int64 y_head, double eps, int32 wide,                       \
-             int32 sharers)                                                                                           \
+             int64 x_stride, int64 x_head, int64 y_stride, int64 y_head, double eps, int32 wide)                       \
     {                                                                                                                  \
         multiply<TOKENS, ROWS, N, GATED>(Product<X, W>{                                                                \
-            x, weights, gain, residual, y, M, D, O, x_stride, x_head, y_stride, y_head, eps, wide, sharers});          \
+            x, weights, gain, residual, y, M, D, O, x_stride, x_head, y_stride, y_head, eps, wide});                   \
     }
-
-#if __CUDA_ARCH__ >= 1200
-constexpr int32 EIGHTS = 2;  // blocks a multiprocessor, of the largest tiles: one more would spill there
-#else
-constexpr int32 EIGHTS = 3;
-#endif
 
 #define BY_FMA(kind, suffix, X, W, BLOCKS, TOKENS, ROWS, N, GATED)                                                     \
     MULTIPLY(kind##_##TOKENS##_##suffix, X, W, 32 * FMA_PARTS, BLOCKS, TOKENS, ROWS, N, GATED)
 
 #define FEW(kind, suffix, X, W, N, GATED)                                                                              \
-    BY_FMA(kind, suffix, X, W, 6, 1, 4, N, GATED)                                                                      \
+    BY_FMA(kind, suffix, X, W, 5, 1, (GATED ? 8 : 4), N, GATED)                                                        \
     BY_FMA(kind, suffix, X, W, 5, 2, 4, N, GATED)                                                                      \
     BY_FMA(kind, suffix, X, W, 4, 4, 4, N, GATED)
 
@@ -115,9 +95,9 @@ ANY(f32, float, float)
 ANY(f64, double, double)
 MULTIPLY(linear_any_bf16_f32, __nv_bfloat16, float, 32 * FMA_PARTS, 3, 8, 4, 1, false)
 FEW(linear, f32, float, float, 4, false)
-BY_FMA(linear, f32, float, float, EIGHTS, 8, 8, 4, false)
+BY_FMA(linear, f32, float, float, 3, 8, 8, 4, false)
 FEW(gated, f32, float, float, 4, true)
-BY_FMA(gated, f32, float, float, EIGHTS, 8, 8, 4, true)
+BY_FMA(gated, f32, float, float, 3, 8, 8, 4, true)
 FEW(linear, f64, double, double, 2, false)
 BY_FMA(linear, f64, double, double, 2, 8, 4, 2, false)
 FEW(gated, f64, double, double, 2, true)

@@ -5,20 +5,18 @@ from typing import Any
 import numpy as np
 
 from ddtree.kernels.cupy.cublas import MOST_FEW, matmul
-from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, multiprocessors, suffix_of
+from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, suffix_of
 from ddtree.kernels.cupy.rms_norm import rms_norm
 
 __all__ = ["Form", "linear", "multiply", "sum_type"]
 
 FMA_PARTS, MMA_PARTS = 4, 8
 """The most warps of a block: parts of the columns."""
-PART_LOADS = 2
+FMA_LOADS, MMA_LOADS = 2, 8
 """Of each row of W that a part has before there are more parts."""
 RING_THREADS, RING_ROWS, STEP_BYTES = 128, 64, 128
-FULL = 8
-"""Blocks a multiprocessor, from which on they share no outputs."""
 LARGE = 1 << 24
-"""Elements of a matrix that goes through the ring: its rows alone fill a GPU."""
+"""Elements of a matrix whose rows alone fill a GPU: it goes through the ring, or, but by tensor cores, in long parts."""
 
 
 def linear(x: Any, weight: Any, *, gain: Any = None, eps: float = 0.0, residual: Any = None, dtype: Any = None) -> Any:
@@ -66,7 +64,7 @@ class Form:
         Whether elements are loaded one by one, since 16 bytes are not aligned.
     """
 
-    def __init__(self, x: Any, weight: Any) -> None:
+    def __init__(self, x: Any, weight: Any, *, gated: bool = False, large: bool = False) -> None:
         D, size = weight.shape[-1], weight.dtype.itemsize
         mixed = x.dtype != weight.dtype
         if mixed and (str(x.dtype), str(weight.dtype)) != ("bfloat16", "float32"):
@@ -77,14 +75,14 @@ class Form:
         self.columns = 1 if self.any else 16 // size
         if self.by_mma:
             self.sizes: tuple[tuple[int, int], ...] = ((8, 16), (32, 16))
-            most, loads = MMA_PARTS, blocks_for(D, 32)
+            most, loads, own = MMA_PARTS, blocks_for(D, 32), MMA_LOADS
         else:
-            few = ((1, 4), (2, 4), (4, 4))
+            few = ((1, 8 if gated else 4), (2, 4), (4, 4))
             self.sizes = ((8, 4),) if self.any else (*few, (8, 8 if self.suffix == "f32" else 4))
-            most, loads = FMA_PARTS, blocks_for(D, 32 * self.columns)
-        parts = blocks_for(loads, PART_LOADS)
+            most, loads, own = FMA_PARTS, blocks_for(D, 32 * self.columns), 4 * FMA_LOADS if large else FMA_LOADS
+        parts = blocks_for(loads, own)
         self.threads = 32 * min(most, 1 << max(parts - 1, 0).bit_length())
-        self.by_ring = self.by_mma and weight.ndim == 3 and len(weight) == 1 and weight.size >= LARGE
+        self.by_ring = self.by_mma and large
         if self.by_ring:
             self.sizes = tuple((tokens, RING_ROWS) for tokens in (8, 32, 72))
             self.threads = RING_THREADS
@@ -132,7 +130,7 @@ def multiply(
     (M, H, D), rows = x.shape, weight.shape[1]
     outputs = rows // 2 if kind == "gated" else rows
     weight = contiguous(weight)
-    form = Form(x, weight)
+    form = Form(x, weight, gated=kind == "gated", large=H == 1 and weight.size >= LARGE)
     if form.by_ring and gain is not None:
         x, gain = rms_norm(x, gain, eps=eps), None
     if not form.takes(x):
@@ -145,13 +143,11 @@ def multiply(
     ]
     if gain is not None and not form.takes(given[0]):
         given[0] = given[0].copy()
-    blocks, tiles = blocks_for(rows, tile[1]), blocks_for(M, tile[0])
-    sharers = tiles if form.by_mma else min(tiles, blocks_for(FULL * multiprocessors(), max(blocks * H, 1)))
     strides = (np.int64(n // a.dtype.itemsize) for a in (x, y) for n in a.strides[:2])
     launch(
-        *("linear", form.name(kind, tile), (blocks * sharers, H), form.threads),
+        *("linear", form.name(kind, tile), (blocks_for(M, tile[0]) * blocks_for(rows, tile[1]), H), form.threads),
         *(x, weight, *given, y, *(np.int32(n) for n in (M, D, outputs)), *strides),
-        *(np.float64(eps), np.int32(y.dtype != x.dtype), np.int32(sharers)),
+        *(np.float64(eps), np.int32(y.dtype != x.dtype)),
         shared=form.shared(tile),
     )
     return y

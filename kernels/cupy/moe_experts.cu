@@ -52,9 +52,6 @@ struct Experts {
         return taken || expert < 0 || expert >= routed ? -1 : expert;
     }
 
-    // Whether a place that has an expert is sure to have work: before its pairs have been found, W may be on its way.
-    __device__ bool has_work(int32 place) const { return M * K < routed || place >= routed; }
-
     // Adds an expert's pairs among the next blockDim.x candidates to the `count` that have been found, in order.
     __device__ int32 find_pairs(int32 expert, int32 candidate, int32 end, int32 count, int32* found) const
     {
@@ -132,12 +129,6 @@ __device__ __forceinline__ void expert_block(
     if (expert < 0) return;
     const int32 outputs = GATED ? I : D, width = GATED ? D : I;
     const T* weights = matrices + int64(expert) * (GATED ? 2 : 1) * I * D;
-    if (experts.has_work(blockIdx.x)) {
-        constexpr int32 OUTPUTS = GATED ? ROWS / 2 : ROWS;
-        const int64 first = int64(blockIdx.y) * OUTPUTS, rows = min(int64(OUTPUTS), outputs - first);
-        prefetch_rows(weights + first * width, rows, width);
-        if (GATED) prefetch_rows(weights + (first + outputs) * width, rows, width);
-    }
     const auto input = [&](int32 t) { return x + int64(GATED ? pairs[t] / experts.a_token() : pairs[t]) * width; };
     while (true) {
         for (; count < TOKENS && candidate < end; candidate += blockDim.x)
@@ -217,7 +208,7 @@ BY_FMA(any_f16, __half, 3, 4, 4, 1)
 BY_FMA(any_bf16, __nv_bfloat16, 3, 4, 4, 1)
 BY_FMA(any_f32, float, 3, 4, 4, 1)
 BY_FMA(any_f64, double, 3, 4, 4, 1)
-BY_FMA(1_f32, float, 6, 1, 4, 4)
+BY_FMA(1_f32, float, 5, 1, 8, 4)
 BY_FMA(4_f32, float, 3, 4, 8, 4)
 BY_FMA(4_f64, double, 3, 4, 4, 2)
 COMBINE(combine_f16, __half)

@@ -10,7 +10,7 @@ from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, s
 __all__ = ["moe_experts"]
 
 COMBINE_THREADS = 256
-ONE_TOKEN, FEW_TOKENS, FMA_TILE = (1, 4), (4, 8), (4, 4)
+ONE_TOKEN, FEW_TOKENS, FMA_TILE = (1, 8), (4, 8), (4, 4)
 """Tokens of a tile, and rows of a matrix, where tensor cores do not multiply: of float32, and of other types."""
 
 

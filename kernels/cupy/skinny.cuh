@@ -86,7 +86,7 @@ __device__ __forceinline__ void multiply_by_fma(
 #pragma unroll
     for (int32 t = 0; t < TOKENS; ++t) x[t] = input(min(t, tokens - 1));
     Sum sums[SUMS] = {}, squares[TOKENS] = {};
-#pragma unroll(TOKENS <= 2 ? 2 : 1)
+#pragma unroll(SUMS <= 8 && ROWS < 8 ? 2 : 1)
     for (int32 k = begin; k < end; k += STRIDE) {
         Chunk<W, N> w[ROWS];
 #pragma unroll
