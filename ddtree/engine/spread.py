@@ -112,6 +112,11 @@ def generate_many(
     FactoryFailedError
         ``make_engine`` raised; ``generation`` has what other workers had done.
 
+    Notes
+    -----
+    A process that is started anew reads the script that started it: there, the call stands below
+    ``if __name__ == "__main__"``.
+
     Examples
     --------
     >>> from concurrent.futures import ThreadPoolExecutor
@@ -165,6 +170,7 @@ def visible_devices() -> list[str]:
     return [str(i) for i in range(count)] if named is None else named.split(",")[:count]
 
 
+_AT_ONCE = ", before it had done anything: in a script, the call must stand below if __name__ == '__main__'"
 _NO_GPU = "pass devices=['cpu', 'cpu'] for processes without a GPU, or an executor"
 
 
@@ -179,6 +185,8 @@ class _Lane:
     executor: Executor
     room: float
     workers: int
+    used: bool = False
+    """Whether a share has come back."""
 
 
 @contextlib.contextmanager
@@ -318,8 +326,10 @@ class _Work:
         try:
             outcome = future.result()
         except Exception as error:  # the worker, or what stands between: a process that died, a cluster's own errors
-            self.reasons |= dict.fromkeys(share, f"{lane.name}: its worker died ({type(error).__name__}: {error})")
+            told = f"{lane.name}: its worker died ({type(error).__name__}: {error})"
+            self.reasons |= dict.fromkeys(share, told if lane.used else f"{told}{_AT_ONCE}")
             return not isinstance(error, BrokenExecutor)
+        lane.used = True
         if outcome.kind == "arguments":
             raise {"TypeError": TypeError}.get(outcome.type, ValueError)(outcome.message)
         if outcome.kind == "factory":

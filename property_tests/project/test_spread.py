@@ -207,6 +207,25 @@ def test_runs_of_requests_are_drawn_together():
     assert _listed([0, 1, 2, 3, 7, 9, 10]) == "0 … 3, 7, 9, 10"
 
 
+UNGUARDED = """
+from functools import partial
+from ddtree.engine import Engine, ScriptedTarget, generate_many
+
+make_engine = partial(Engine, ScriptedTarget([range(9)], 9))
+generate_many(make_engine, [[0]], 3, mode="autoregressive", devices=["cpu"])
+"""
+
+
+def test_a_script_that_would_start_itself_again_is_told_how_it_must_call(tmp_path):
+    (tmp_path / "run.py").write_text(UNGUARDED)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "run.py")], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert "request 0: CPU process 0: its worker died" in done.stderr
+    assert "in a script, the call must stand below if __name__ == '__main__'" in done.stderr
+
+
 ENDLESS = """
 import sys, time
 from ddtree.engine import Engine, ScriptedTarget, generate_many
