@@ -30,11 +30,7 @@ __all__ = ["FactoryFailedError", "RequestsFailedError", "generate_many", "visibl
 
 
 class FactoryFailedError(RuntimeError):
-    """``make_engine`` raised in a worker; what other workers had done until then is in ``generation``."""
-
-    def __init__(self, message: str, generation: Generation) -> None:
-        super().__init__(message)
-        self.generation = generation
+    """``make_engine`` raised in a worker."""
 
 
 class RequestsFailedError(RuntimeError):
@@ -110,10 +106,13 @@ def generate_many(
         A worker died, or its engine raised: the requests are named, and ``generation`` has the others. A share whose
         engine raises is tried again request by request, so that only those at fault fail.
     FactoryFailedError
-        ``make_engine`` raised; ``generation`` has what other workers had done.
+        ``make_engine`` raised, in a worker that is named.
 
     Notes
     -----
+    Whatever is raised once work has begun, by a callback or Ctrl-C too, has an attribute ``generation``, a
+    :class:`Generation` of all that was done before. Processes that were started here are ended.
+
     A process that is started anew reads the script that started it: there, the call stands below
     ``if __name__ == "__main__"``.
 
@@ -265,14 +264,14 @@ class _Work:
     factory: bytes
     share: int
     on_emission: Callable[[Emission], None] | None
-    done: dict[int, tuple[list[int], Generation]] = field(default_factory=dict)
+    waiting: list[int] = field(default_factory=list)  # not handed out yet, in order
+    alone: list[int] = field(default_factory=list)  # to be tried again, one by one
+    done: dict[int, tuple[list[int], Generation]] = field(default_factory=dict)  # by the first of a share
     reasons: dict[int, str] = field(default_factory=dict)
 
     def run(self, lanes: list[_Lane]) -> Generation:
         """Hand out shares as lanes come free, until each request is done or has failed."""
-        # what has a long prompt takes long; the whole list is the queue
         self.waiting = sorted(range(len(self.tokens)), key=lambda i: -len(self.tokens[i]))
-        self.alone: list[int] = []  # to be tried again, one by one
         under_way: dict[Future[_Outcome], tuple[_Lane, list[int]]] = {}
         open_lanes = list(lanes)
         try:
@@ -284,9 +283,10 @@ class _Work:
                     lane, share = under_way.pop(future)
                     if not self._take(future, lane, share) and lane in open_lanes:
                         open_lanes.remove(lane)
-        except BaseException:
+        except BaseException as error:  # Ctrl-C, or what a callback raises: what is done is not lost
             for future in under_way:
                 future.cancel()
+            error.generation = self.generation()  # type: ignore[attr-defined]
             raise
         for request in (*self.waiting, *self.alone):
             self.reasons[request] = "no worker is left"
@@ -334,7 +334,7 @@ class _Work:
             raise {"TypeError": TypeError}.get(outcome.type, ValueError)(outcome.message)
         if outcome.kind == "factory":
             told = f"make_engine raised {outcome.type} on {lane.name}: {outcome.message}\n{outcome.trace}"
-            raise FactoryFailedError(told, self.generation())
+            raise FactoryFailedError(told)
         if outcome.kind == "engine" and len(share) > 1:
             self.alone += share  # which of them it was shows when each is alone
             return True
