@@ -335,6 +335,8 @@ class _Bench:
         # what a generation costs once is in both
         seconds = [statistics.median(timed[new][0]) for new in lens]
         self.report.round_us["ddtree"] = 1e6 * (seconds[1] - seconds[0]) / (rounds[1] - rounds[0])
+        if engine.resident:
+            self.report.round_us["of that, its graph alone"] = _graph_us(engine, self.sizes)
         if importlib.util.find_spec("torch") is None:
             self.leave_out("the published loop: torch is not installed")
             return
@@ -534,6 +536,36 @@ class _StillDraft:
 
     def end(self, slot: int) -> None:
         """Nothing is kept of a request."""
+
+
+def _graph_us(engine: Engine, sizes: Sizes) -> float:
+    """Microseconds of the captured round itself, replayed back to back on a request that goes on all the time."""
+    loop = engine.loops.all[-1]
+    state, replay, xp = loop.state, loop.replay, loop.xp
+    if replay is None:
+        raise RuntimeError("no round was captured: the generations were too short")
+    for name, value in (("lengths", sizes.prompt + 1), ("prefix_lens", sizes.prompt), ("roots", 7), ("running", 1)):
+        getattr(state, name)[...] = value
+    state.remaining[...] = (1 + DEPTH) * sizes.rounds + 1  # one is left: the last round is whole too
+    if xp is np:
+        start = time.perf_counter()
+        for _ in range(sizes.rounds):
+            replay()
+        seconds = time.perf_counter() - start
+    else:
+        begin, end = xp.cuda.Event(), xp.cuda.Event()
+        begin.record()
+        for _ in range(sizes.rounds):
+            replay()
+        end.record()
+        end.synchronize()
+        seconds = float(xp.cuda.get_elapsed_time(begin, end)) / 1e3
+    emitted = int(state.lengths[0]) - sizes.prompt - 1
+    if emitted != (1 + DEPTH) * sizes.rounds:
+        raise RuntimeError(f"{sizes.rounds} replays emitted {emitted} tokens, should be {(1 + DEPTH) * sizes.rounds}")
+    for name in ("lengths", "prefix_lens", "remaining", "running"):
+        getattr(state, name)[...] = 0
+    return 1e6 * seconds / sizes.rounds
 
 
 def _published_us(target: StillTarget, budget: int, on_gpu: bool, repeats: int) -> dict[str, float]:

@@ -43,7 +43,7 @@ def test_every_section_measures_what_it_says(report):
     if importlib.util.find_spec("torch") is None:
         assert report.left_out == ["the published loop: torch is not installed"]
     else:
-        parts = [us for what, us in report.round_us.items() if what.startswith("of that")]
+        parts = [us for what, us in report.round_us.items() if what.startswith("of that, ") and "host" in what]
         assert len(parts) == 2
         assert report.round_us["published loop"] == pytest.approx(sum(parts))
 
@@ -56,6 +56,7 @@ def test_resident_rounds_give_the_same_tokens_and_rounds(monkeypatch):
     report = measure([TINY], ["float32"], sizes=QUICK, sections=("autoregressive", "tree", "batch", "rounds"))
     assert report.faults == []
     assert all(s.tau == 5.5 for s in report.speeds if s.section == "tree")
+    assert 0 < report.round_us["of that, its graph alone"] < 2 * report.round_us["ddtree"]
 
 
 def test_tokens_of_transformers_are_compared_with_ours():
@@ -77,7 +78,7 @@ def test_on_a_gpu_passes_are_graphs_and_every_mode_gives_the_same_tokens(dtype, 
     assert passes["how"] == "graph"
     assert 0 < min(passes["seconds"]) <= max(passes["seconds"]) < 0.01
     assert all(s.tau == 5.5 for s in report.speeds if s.section == "tree")
-    assert 0 < report.round_us["ddtree"] < 5000
+    assert 0 < report.round_us["of that, its graph alone"] < 1000
     assert decoding_report.write_report(report, tmp_path)
 
 
