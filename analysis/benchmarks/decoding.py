@@ -92,7 +92,7 @@ class Sizes:
     nodes, contexts : tuple of int
         Of target passes.
     rounds : int
-        Rounds without a model, at the least.
+        Rounds of a generation without a model.
     """
 
     prompt: int = 32
@@ -101,13 +101,21 @@ class Sizes:
     repeats: int = 3
     budgets: tuple[int, ...] = (7, 16, 64)
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    nodes: tuple[int, ...] = (0, 1, 3, 7, 15, 31, 63, 127)
-    contexts: tuple[int, ...] = (128, 1024, 4096)
-    rounds: int = 400
+    nodes: tuple[int, ...] = (0, 1, 3, 7, 15, 31, 63, 127, 255, 511)
+    contexts: tuple[int, ...] = (0, 128, 1024, 4096)
+    rounds: int = 1000
 
 
 QUICK = Sizes(
-    prompt=8, new=6, long=12, repeats=1, budgets=(7, 16), batches=(1, 2), nodes=(0, 1, 3), contexts=(16, 64), rounds=6
+    prompt=8,
+    new=6,
+    long=12,
+    repeats=1,
+    budgets=(7, 16),
+    batches=(1, 2),
+    nodes=(0, 1, 3),
+    contexts=(0, 16, 64),
+    rounds=6,
 )
 
 
@@ -312,29 +320,33 @@ class _Bench:
     def verify(self, subject: _Subject) -> None:
         """Target passes by nodes and context."""
         graph = getattr(subject.target, "capturable", False)
-        nodes, contexts, seconds = measure_passes(
-            subject.target, self.sizes.nodes, self.sizes.contexts,
-            repeats=3 * self.sizes.repeats, time_pass=_graph_timer() if graph else None,
-        )  # fmt: skip
-        columns = {"nodes": nodes.tolist(), "contexts": contexts.tolist(), "seconds": seconds.tolist()}
+        timer = _graph_timer() if graph else None
+        columns: dict[str, list[Any]] = {"nodes": [], "contexts": [], "seconds": []}
         how = "graph" if graph else "wall clock"
         self.report.passes.append({"model": subject.name, "dtype": subject.dtype, "how": how, **columns})
+        for count in self.sizes.nodes:
+            with self.step(f"{subject.name}, {subject.dtype}, passes of {count} nodes"):
+                measured = measure_passes(
+                    subject.target, [count], self.sizes.contexts, repeats=3 * self.sizes.repeats, time_pass=timer
+                )
+                for column, values in zip(columns.values(), measured, strict=True):
+                    column += values.tolist()
 
     def rounds(self) -> None:
         """Rounds whose target and drafter launch nothing, and the published loop's work on the host."""
         backend, budget = self.backend, 64
         target = StillTarget(backend)
         engine = Engine(target, StillDrafter(budget), depth=DEPTH, budget=budget, backend=backend, max_batch=1)
-        prompt = [[1] * self.sizes.prompt]
-        emitted = 1 + DEPTH
-        lens = [1 + emitted * self.sizes.rounds * k for k in (1, 3)]
-        timed = {new: self.timed(functools.partial(engine.generate, prompt, new)) for new in lens}
-        rounds = [timed[new][1].num_rounds for new in lens]
-        if rounds[1] - rounds[0] < self.sizes.rounds:
-            raise RuntimeError(f"generations of {lens} tokens took {rounds} rounds: too few to tell what one costs")
-        # what a generation costs once is in both
-        seconds = [statistics.median(timed[new][0]) for new in lens]
-        self.report.round_us["ddtree"] = 1e6 * (seconds[1] - seconds[0]) / (rounds[1] - rounds[0])
+        prompt, new = [[1] * self.sizes.prompt], 1 + (1 + DEPTH) * self.sizes.rounds
+        engine.generate(prompt, new)
+        times = []
+        for _ in range(self.sizes.repeats):
+            start = time.perf_counter()
+            generation = engine.generate(prompt, new)
+            times.append((time.perf_counter() - start - generation.seconds["prefill"]) / generation.num_rounds)
+            if generation.num_rounds != self.sizes.rounds:
+                raise RuntimeError(f"{new} tokens took {generation.num_rounds} rounds, should be {self.sizes.rounds}")
+        self.report.round_us["ddtree"] = 1e6 * statistics.median(times)
         if engine.resident:
             self.report.round_us["of that, its graph alone"] = _graph_us(engine, self.sizes)
         if importlib.util.find_spec("torch") is None:
@@ -608,7 +620,9 @@ def median_passes(passes: Mapping[str, Any]) -> tuple[NDArray[np.int64], NDArray
 
 def cost_models(report: Report) -> dict[tuple[str, str], CostModel]:
     """Fit what the policies read to the medians of each model's passes, by model and type."""
-    return {(p["model"], p["dtype"]): fit_cost_model(*median_passes(p)) for p in report.passes}
+    # a pass of the root alone is what the others are compared with
+    whole = [p for p in report.passes if 0 in p["nodes"]]
+    return {(p["model"], p["dtype"]): fit_cost_model(*median_passes(p)) for p in whole}
 
 
 def write_json(report: Report, folder: Path) -> Path:
