@@ -116,6 +116,17 @@ def test_a_soak_that_stops_says_where_and_what_it_had(monkeypatch):
     assert record.seconds > 0
 
 
+def test_a_soak_where_nothing_goes_any_more_ends(monkeypatch):
+    def dead(self, *arguments, **options):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(soak_module._Soak, "generate", dead)
+    record = soak(500, models=("golden",), texts=2)
+    assert record.rounds == 0
+    assert "illegal memory access" in record.faults[0]
+    assert "faults are enough" in record.faults[-1]
+
+
 def test_growth_is_a_line_after_warm_up():
     rounds = list(range(0, 20_000, 100))
     rising = [100.0 + 20 * r / 20_000 for r in rounds]
