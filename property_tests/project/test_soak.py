@@ -121,6 +121,7 @@ def test_a_soak_where_nothing_goes_any_more_ends(monkeypatch):
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(soak_module._Soak, "generate", dead)
+    monkeypatch.setattr(soak_module, "MOST_FAULTS", 6)
     record = soak(500, models=("golden",), texts=2)
     assert record.rounds == 0
     assert "illegal memory access" in record.faults[0]
