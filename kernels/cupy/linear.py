@@ -5,18 +5,22 @@ from typing import Any
 import numpy as np
 
 from ddtree.kernels.cupy.cublas import MOST_FEW, matmul
-from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, suffix_of
+from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, multiprocessors, suffix_of
 from ddtree.kernels.cupy.rms_norm import rms_norm
 
 __all__ = ["Form", "linear", "multiply", "sum_type"]
 
 FMA_PARTS, MMA_PARTS = 4, 8
 """The most warps of a block: parts of the columns."""
-FMA_LOADS, MMA_LOADS = 2, 8
-"""Of each row of W that a part has before there are more parts."""
+LOADS, LONG_LOADS = 2, 8
+"""Of each row of W that a part has before there are more parts: so that all are under way at once; by tensor cores, of
+matrices that have LONG elements or more and compete with others for the GPU, to have more blocks resident."""
+LONG = 1 << 18
 RING_THREADS, RING_ROWS, STEP_BYTES = 128, 64, 128
 LARGE = 1 << 24
-"""Elements of a matrix whose rows alone fill a GPU: it goes through the ring, or, but by tensor cores, in long parts."""
+"""Elements of a matrix whose rows alone fill a GPU, and which tensor cores take through the ring."""
+THREADS_AT_ONCE = 512
+"""A multiprocessor's, with what registers a thread by tensor cores needs."""
 
 
 def linear(x: Any, weight: Any, *, gain: Any = None, eps: float = 0.0, residual: Any = None, dtype: Any = None) -> Any:
@@ -64,7 +68,7 @@ class Form:
         Whether elements are loaded one by one, since 16 bytes are not aligned.
     """
 
-    def __init__(self, x: Any, weight: Any, *, gated: bool = False, large: bool = False) -> None:
+    def __init__(self, x: Any, weight: Any, *, gated: bool = False, by_ring: bool = False, long: bool = False) -> None:
         D, size = weight.shape[-1], weight.dtype.itemsize
         mixed = x.dtype != weight.dtype
         if mixed and (str(x.dtype), str(weight.dtype)) != ("bfloat16", "float32"):
@@ -75,14 +79,14 @@ class Form:
         self.columns = 1 if self.any else 16 // size
         if self.by_mma:
             self.sizes: tuple[tuple[int, int], ...] = ((8, 16), (32, 16))
-            most, loads, own = MMA_PARTS, blocks_for(D, 32), MMA_LOADS
+            most, loads = MMA_PARTS, blocks_for(D, 32)
         else:
             few = ((1, 8 if gated else 4), (2, 4), (4, 4))
             self.sizes = ((8, 4),) if self.any else (*few, (8, 8 if self.suffix == "f32" else 4))
-            most, loads, own = FMA_PARTS, blocks_for(D, 32 * self.columns), 4 * FMA_LOADS if large else FMA_LOADS
-        parts = blocks_for(loads, own)
+            most, loads = FMA_PARTS, blocks_for(D, 32 * self.columns)
+        parts = blocks_for(loads, LONG_LOADS if self.by_mma and long else LOADS)
         self.threads = 32 * min(most, 1 << max(parts - 1, 0).bit_length())
-        self.by_ring = self.by_mma and large
+        self.by_ring = self.by_mma and by_ring
         if self.by_ring:
             self.sizes = tuple((tokens, RING_ROWS) for tokens in (8, 32, 72))
             self.threads = RING_THREADS
@@ -130,13 +134,18 @@ def multiply(
     (M, H, D), rows = x.shape, weight.shape[1]
     outputs = rows // 2 if kind == "gated" else rows
     weight = contiguous(weight)
-    form = Form(x, weight, gated=kind == "gated", large=H == 1 and weight.size >= LARGE)
+    form = Form(x, weight, gated=kind == "gated", by_ring=H == 1 and weight.size >= LARGE)
     if form.by_ring and gain is not None:
         x, gain = rms_norm(x, gain, eps=eps), None
     if not form.takes(x):
         x = contiguous(x)
     y = empty((M, H, outputs), x.dtype if dtype is None else dtype) if out is None else out
     tile = form.tile(M)
+    if form.by_mma and not form.by_ring:
+        # many blocks of few tokens rather than few of many, if all can be resident
+        few = form.sizes[0]
+        blocks = blocks_for(M, few[0]) * blocks_for(rows, few[1]) * H
+        tile = few if blocks * form.threads <= THREADS_AT_ONCE * multiprocessors() else tile
     given = [
         np.uintp(0) if array is None else contiguous(array, kept)
         for array, kept in ((gain, x.dtype), (residual, y.dtype))

@@ -35,6 +35,7 @@ def sizes(request, monkeypatch):
     """Matrices are multiplied as their sizes say, or, however small, as very large ones are."""
     if request.param:
         monkeypatch.setattr(importlib.import_module("ddtree.kernels.cupy.linear"), "LARGE", 0)
+        monkeypatch.setattr(importlib.import_module("ddtree.kernels.cupy.moe_experts"), "LONG", 0)
 
 
 def normal(rng, dtype, *shape, size=1.0):
@@ -203,6 +204,19 @@ def test_swiglu_of_the_reference_itself(cp, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("resident", [1, 1 << 20])
+def test_the_size_of_a_tile_does_not_change_a_bit(cp, monkeypatch, dtype, resident):
+    """As if a GPU could hold so many threads: tiles of few tokens or of many."""
+    rng = np.random.default_rng(14)
+    (x, _), (weight, _), (gain, _) = normal(rng, dtype, 128, 264), normal(rng, dtype, 40, 264), normal(rng, dtype, 264)
+    x, weight, gain = map(cp.asarray, (x, weight, gain))
+    expected = kernels.linear(x, weight, gain=gain, eps=EPS).get()
+    monkeypatch.setattr(importlib.import_module("ddtree.kernels.cupy.linear"), "THREADS_AT_ONCE", resident)
+    for M in (1, 8, 9, 33, 70, 128):
+        assert_same(kernels.linear(x[:M], weight, gain=gain, eps=EPS).get(), expected[:M])
+
+
+@DTYPES
 @pytest.mark.parametrize("D", [64, 60, 61, 96, 384, 1024, 2304])
 def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch(cp, sizes, dtype, D):
     rng = np.random.default_rng(4)
@@ -367,7 +381,7 @@ MOE_CASES = [
 
 @DTYPES
 @pytest.mark.parametrize("case", MOE_CASES, ids=str)
-def test_moe_experts(cp, dtype, case):
+def test_moe_experts(cp, sizes, dtype, case):
     """Idle experts, one that has most tokens, padding full of NaN; each token alone gives the same bits."""
     rng = np.random.default_rng(8)
     M, K, E, D, inner, shared = case
