@@ -17,6 +17,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -55,6 +56,10 @@ RENEWED = 40
 """Runs after which all of them are others."""
 MOST_WAITED = 24
 """Runs by which a soak ends that has done its rounds, though some fault could not be injected."""
+MOST_FAULTS = 50
+"""Faults after which a soak stops: a device that has failed once may do nothing right any more."""
+WRITTEN_EVERY = 50
+"""Runs after which the record is written."""
 FAULT_EVERY = 5
 """Runs from one that something fails in to the next."""
 WARM_UP = 8
@@ -462,7 +467,14 @@ class _Soak:
             self.undisturbed(subject, run)
             self.record.runs += 1
             self.memory.sample(self.record.rounds)
+            if len(self.record.faults) >= MOST_FAULTS:
+                raise RuntimeError(f"{len(self.record.faults)} faults are enough")
             show(min(self.record.rounds, rounds))
+
+    def growth(self) -> dict[str, Growth]:
+        """The line through each series of memory."""
+        memory, warm_up = self.memory, WARM_UP * len(self.subjects)
+        return {name: fit_growth(memory.rounds, series, warm_up) for name, series in memory.series.items()}
 
     def next_subject(self) -> _Subject:
         """Every engine once, then every engine once in another order: warm-up is over when each has been used."""
@@ -541,9 +553,9 @@ class _Soak:
                 self.record.faults.append(f"{subject.name}: {fault}: {told}")
             else:
                 self.record.injected[fault] += 1
-            committed = error.generation.tokens  # type: ignore[union-attr]
-            begun = [row[: len(c)] for row, c in zip(run.expected, committed, strict=True)]
-            self.compare(subject, replace(run, expected=begun), committed)
+            generation = getattr(error, "generation", Generation([], []))
+            begun = [row[: len(c)] for row, c in zip(run.expected, generation.tokens, strict=False)]
+            self.compare(subject, replace(run, expected=begun), generation.tokens)
         except Exception as error:
             self.record.faults.append(f"{subject.name}: {fault} raised {type(error).__name__}: {error}")
         else:  # all was decoded before it could show
@@ -600,6 +612,7 @@ def soak(
     resident: bool | None = None,
     models: tuple[str, ...] = ("random", "golden"),
     texts: int = TEXTS,
+    written: Callable[[Record], Any] = lambda record: None,
 ) -> Record:
     """Run a soak, with a progress bar where somebody looks.
 
@@ -619,6 +632,8 @@ def soak(
         "random", "golden", or both.
     texts : int
         Prompts whose autoregressive tokens are known at a time, 1 and up.
+    written : callable
+        Called with the record now and then, so that a soak that is killed leaves one.
 
     Returns
     -------
@@ -633,22 +648,32 @@ def soak(
     bound = BOUNDS[dtype]
     record = Record(settings | {"models": list(models), "bound": asdict(bound)}, machine)
     start = time.perf_counter()
-    running = _Soak(models, record, texts)
-    try:
-        with progress_bar("rounds", rounds) as show:
-            running.run(rounds, show)
-    finally:
+
+    def settle() -> None:
         record.seconds = time.perf_counter() - start
-        memory = running.memory
-        record.sampled_rounds, record.memory = memory.rounds, memory.series
-        warm_up = WARM_UP * len(running.subjects)
-        lines = {name: fit_growth(memory.rounds, series, warm_up) for name, series in memory.series.items()}
-        record.growth = {name: asdict(line) for name, line in lines.items()}
-        record.faults += [
-            f"memory of the {name} grew by {line.grown:.1f} MiB, {line.allowed:.1f} MiB are allowed"
-            for name, line in lines.items()
-            if not line.held
-        ]
+        record.growth = {name: asdict(line) for name, line in running.growth().items()}
+
+    def show_and_write(done: int) -> None:
+        show(done)
+        if record.runs % WRITTEN_EVERY == 0:
+            settle()
+            written(record)
+
+    running = _Soak(models, record, texts)
+    record.sampled_rounds, record.memory = running.memory.rounds, running.memory.series
+    with progress_bar("rounds", rounds) as show:
+        try:
+            running.run(rounds, show_and_write)
+        except Exception as error:  # what was found until then is not lost
+            where = "".join(traceback.format_exception(error)[-4:])
+            record.faults.append(f"the soak stopped in run {record.runs}: {type(error).__name__}: {error}\n{where}")
+        finally:
+            settle()
+    record.faults += [
+        f"memory of the {name} grew by {line.grown:.1f} MiB, {line.allowed:.1f} MiB are allowed"
+        for name, line in running.growth().items()
+        if not line.held
+    ]
     return record
 
 
@@ -724,15 +749,20 @@ def table_of(record: Record) -> Table:
     return table
 
 
+def write_json(record: Record, folder: Path) -> Path:
+    """Write ``soak.json`` into a folder, whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / "soak.json") as file:
+        file.write((json.dumps(asdict(record), indent=1, ensure_ascii=False) + "\n").encode())
+    return folder / "soak.json"
+
+
 def write_record(record: Record, folder: Path) -> list[Path]:
     """Write ``soak.json`` and ``soak.svg`` into a folder, each whole; return their paths."""
     from ddtree.analysis import figures
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / "soak.json") as file:
-        file.write((json.dumps(asdict(record), indent=1, ensure_ascii=False) + "\n").encode())
     ax = figures.plot_memory(record.sampled_rounds, record.memory)
-    return [folder / "soak.json", figures.save(ax, folder / "soak.svg")]
+    return [write_json(record, folder), figures.save(ax, folder / "soak.svg")]
 
 
 @click.command()
@@ -767,7 +797,10 @@ def main(
 
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
     try:
-        record = soak(rounds, backend=backend, dtype=dtype, seed=seed, resident=resident, models=models, texts=texts)
+        record = soak(
+            rounds, backend=backend, dtype=dtype, seed=seed, resident=resident, models=models, texts=texts,
+            written=(lambda record: write_json(record, output)) if output is not None else lambda record: None,
+        )  # fmt: skip
     except (BackendUnavailable, ValueError) as error:
         raise click.UsageError(str(error)) from error
     if sanitize is not None:

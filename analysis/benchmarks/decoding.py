@@ -92,7 +92,7 @@ class Sizes:
     nodes, contexts : tuple of int
         Of target passes.
     rounds : int
-        Rounds without a model, at the least.
+        Rounds of a generation without a model.
     """
 
     prompt: int = 32
@@ -101,13 +101,21 @@ class Sizes:
     repeats: int = 3
     budgets: tuple[int, ...] = (7, 16, 64)
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    nodes: tuple[int, ...] = (0, 1, 3, 7, 15, 31, 63, 127)
-    contexts: tuple[int, ...] = (128, 1024, 4096)
-    rounds: int = 400
+    nodes: tuple[int, ...] = (0, 1, 3, 7, 15, 31, 63, 127, 255, 511)
+    contexts: tuple[int, ...] = (0, 128, 1024, 4096)
+    rounds: int = 1000
 
 
 QUICK = Sizes(
-    prompt=8, new=6, long=12, repeats=1, budgets=(7, 16), batches=(1, 2), nodes=(0, 1, 3), contexts=(16, 64), rounds=6
+    prompt=8,
+    new=6,
+    long=12,
+    repeats=1,
+    budgets=(7, 16),
+    batches=(1, 2),
+    nodes=(0, 1, 3),
+    contexts=(0, 16, 64),
+    rounds=6,
 )
 
 
@@ -312,29 +320,35 @@ class _Bench:
     def verify(self, subject: _Subject) -> None:
         """Target passes by nodes and context."""
         graph = getattr(subject.target, "capturable", False)
-        nodes, contexts, seconds = measure_passes(
-            subject.target, self.sizes.nodes, self.sizes.contexts,
-            repeats=3 * self.sizes.repeats, time_pass=_graph_timer() if graph else None,
-        )  # fmt: skip
-        columns = {"nodes": nodes.tolist(), "contexts": contexts.tolist(), "seconds": seconds.tolist()}
+        timer = _graph_timer() if graph else None
+        columns: dict[str, list[Any]] = {"nodes": [], "contexts": [], "seconds": []}
         how = "graph" if graph else "wall clock"
         self.report.passes.append({"model": subject.name, "dtype": subject.dtype, "how": how, **columns})
+        for count in self.sizes.nodes:
+            with self.step(f"{subject.name}, {subject.dtype}, passes of {count} nodes"):
+                measured = measure_passes(
+                    subject.target, [count], self.sizes.contexts, repeats=3 * self.sizes.repeats, time_pass=timer
+                )
+                for column, values in zip(columns.values(), measured, strict=True):
+                    column += values.tolist()
 
     def rounds(self) -> None:
         """Rounds whose target and drafter launch nothing, and the published loop's work on the host."""
         backend, budget = self.backend, 64
         target = StillTarget(backend)
         engine = Engine(target, StillDrafter(budget), depth=DEPTH, budget=budget, backend=backend, max_batch=1)
-        prompt = [[1] * self.sizes.prompt]
-        emitted = 1 + DEPTH
-        lens = [1 + emitted * self.sizes.rounds * k for k in (1, 3)]
-        timed = {new: self.timed(functools.partial(engine.generate, prompt, new)) for new in lens}
-        rounds = [timed[new][1].num_rounds for new in lens]
-        if rounds[1] - rounds[0] < self.sizes.rounds:
-            raise RuntimeError(f"generations of {lens} tokens took {rounds} rounds: too few to tell what one costs")
-        # what a generation costs once is in both
-        seconds = [statistics.median(timed[new][0]) for new in lens]
-        self.report.round_us["ddtree"] = 1e6 * (seconds[1] - seconds[0]) / (rounds[1] - rounds[0])
+        prompt, new = [[1] * self.sizes.prompt], 1 + (1 + DEPTH) * self.sizes.rounds
+        engine.generate(prompt, new)
+        times = []
+        for _ in range(self.sizes.repeats):
+            start = time.perf_counter()
+            generation = engine.generate(prompt, new)
+            times.append((time.perf_counter() - start - generation.seconds["prefill"]) / generation.num_rounds)
+            if generation.num_rounds != self.sizes.rounds:
+                raise RuntimeError(f"{new} tokens took {generation.num_rounds} rounds, should be {self.sizes.rounds}")
+        self.report.round_us["ddtree"] = 1e6 * statistics.median(times)
+        if engine.resident:
+            self.report.round_us["of that, its graph alone"] = _graph_us(engine, self.sizes)
         if importlib.util.find_spec("torch") is None:
             self.leave_out("the published loop: torch is not installed")
             return
@@ -422,10 +436,12 @@ def _transformers_run(subject: _Subject, on_gpu: bool) -> Callable[[], NDArray[n
     with torch.device(device):
         model = transformers.DeepseekV3ForCausalLM(config).eval().to(getattr(torch, subject.dtype))
     state = model.state_dict()
-    if set(state) != set(subject.weights):
-        raise ValueError(f"transformers names other tensors: {sorted(set(state) ^ set(subject.weights))[:4]}")
+    fused = any(name.endswith(".experts.gate_up_proj") for name in state)  # by transformers' version
+    weights = random_weights(subject.config, seed=0, fused_experts=fused, backend=subject.backend)
+    if set(state) != set(weights):
+        raise ValueError(f"transformers names other tensors: {sorted(set(state) ^ set(weights))[:4]}")
     for name, tensor in state.items():
-        tensor.copy_(_torch_tensor(torch, subject.weights[name]))
+        tensor.copy_(_torch_tensor(torch, weights[name]))
     prompt = torch.from_numpy(subject.prompts[:1].astype(np.int64)).to(device)
     mask = torch.ones_like(prompt)
     options = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "use_cache": True, "pad_token_id": 0}
@@ -536,6 +552,36 @@ class _StillDraft:
         """Nothing is kept of a request."""
 
 
+def _graph_us(engine: Engine, sizes: Sizes) -> float:
+    """Microseconds of the captured round itself, replayed back to back on a request that goes on all the time."""
+    loop = engine.loops.all[-1]
+    state, replay, xp = loop.state, loop.replay, loop.xp
+    if replay is None:
+        raise RuntimeError("no round was captured: the generations were too short")
+    for name, value in (("lengths", sizes.prompt + 1), ("prefix_lens", sizes.prompt), ("roots", 7), ("running", 1)):
+        getattr(state, name)[...] = value
+    state.remaining[...] = (1 + DEPTH) * sizes.rounds + 1  # one is left: the last round is whole too
+    if xp is np:
+        start = time.perf_counter()
+        for _ in range(sizes.rounds):
+            replay()
+        seconds = time.perf_counter() - start
+    else:
+        begin, end = xp.cuda.Event(), xp.cuda.Event()
+        begin.record()
+        for _ in range(sizes.rounds):
+            replay()
+        end.record()
+        end.synchronize()
+        seconds = float(xp.cuda.get_elapsed_time(begin, end)) / 1e3
+    emitted = int(state.lengths[0]) - sizes.prompt - 1
+    if emitted != (1 + DEPTH) * sizes.rounds:
+        raise RuntimeError(f"{sizes.rounds} replays emitted {emitted} tokens, should be {(1 + DEPTH) * sizes.rounds}")
+    for name in ("lengths", "prefix_lens", "remaining", "running"):
+        getattr(state, name)[...] = 0
+    return 1e6 * seconds / sizes.rounds
+
+
 def _published_us(target: StillTarget, budget: int, on_gpu: bool, repeats: int) -> dict[str, float]:
     """Microseconds of the published loop's parts, on the same draft and a cache of the same size."""
     torch = importlib.import_module("torch")
@@ -576,7 +622,9 @@ def median_passes(passes: Mapping[str, Any]) -> tuple[NDArray[np.int64], NDArray
 
 def cost_models(report: Report) -> dict[tuple[str, str], CostModel]:
     """Fit what the policies read to the medians of each model's passes, by model and type."""
-    return {(p["model"], p["dtype"]): fit_cost_model(*median_passes(p)) for p in report.passes}
+    # a pass of the root alone is what the others are compared with
+    whole = [p for p in report.passes if 0 in p["nodes"]]
+    return {(p["model"], p["dtype"]): fit_cost_model(*median_passes(p)) for p in whole}
 
 
 def write_json(report: Report, folder: Path) -> Path:

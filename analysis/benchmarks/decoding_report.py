@@ -131,7 +131,7 @@ def _parts(report: Report) -> Iterator[Part]:
     if report.round_us:
         cells = [[who, f"{us:,.1f}"] for who, us in report.round_us.items()]
         yield "A round without model and drafter, 64 nodes, one request", ["", "µs"], cells
-    for p in report.passes:
+    for p in filter(lambda p: p["nodes"], report.passes):
         nodes, contexts, seconds = median_passes(p)
         counts = np.unique(nodes).tolist()
         by_place = dict(zip(zip(contexts.tolist(), nodes.tolist(), strict=True), seconds.tolist(), strict=True))

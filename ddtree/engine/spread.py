@@ -30,11 +30,7 @@ __all__ = ["FactoryFailedError", "RequestsFailedError", "generate_many", "visibl
 
 
 class FactoryFailedError(RuntimeError):
-    """``make_engine`` raised in a worker; what other workers had done until then is in ``generation``."""
-
-    def __init__(self, message: str, generation: Generation) -> None:
-        super().__init__(message)
-        self.generation = generation
+    """``make_engine`` raised in a worker."""
 
 
 class RequestsFailedError(RuntimeError):
@@ -110,7 +106,15 @@ def generate_many(
         A worker died, or its engine raised: the requests are named, and ``generation`` has the others. A share whose
         engine raises is tried again request by request, so that only those at fault fail.
     FactoryFailedError
-        ``make_engine`` raised; ``generation`` has what other workers had done.
+        ``make_engine`` raised, in a worker that is named.
+
+    Notes
+    -----
+    Whatever is raised once work has begun, by a callback or Ctrl-C too, has an attribute ``generation``, a
+    :class:`Generation` of all that was done before. Processes that were started here are ended.
+
+    A process that is started anew reads the script that started it: there, the call stands below
+    ``if __name__ == "__main__"``.
 
     Examples
     --------
@@ -165,6 +169,7 @@ def visible_devices() -> list[str]:
     return [str(i) for i in range(count)] if named is None else named.split(",")[:count]
 
 
+_AT_ONCE = ", before it had done anything: in a script, the call must stand below if __name__ == '__main__'"
 _NO_GPU = "pass devices=['cpu', 'cpu'] for processes without a GPU, or an executor"
 
 
@@ -179,6 +184,8 @@ class _Lane:
     executor: Executor
     room: float
     workers: int
+    used: bool = False
+    """Whether a share has come back."""
 
 
 @contextlib.contextmanager
@@ -257,14 +264,14 @@ class _Work:
     factory: bytes
     share: int
     on_emission: Callable[[Emission], None] | None
-    done: dict[int, tuple[list[int], Generation]] = field(default_factory=dict)
+    waiting: list[int] = field(default_factory=list)  # not handed out yet, in order
+    alone: list[int] = field(default_factory=list)  # to be tried again, one by one
+    done: dict[int, tuple[list[int], Generation]] = field(default_factory=dict)  # by the first of a share
     reasons: dict[int, str] = field(default_factory=dict)
 
     def run(self, lanes: list[_Lane]) -> Generation:
         """Hand out shares as lanes come free, until each request is done or has failed."""
-        # what has a long prompt takes long; the whole list is the queue
         self.waiting = sorted(range(len(self.tokens)), key=lambda i: -len(self.tokens[i]))
-        self.alone: list[int] = []  # to be tried again, one by one
         under_way: dict[Future[_Outcome], tuple[_Lane, list[int]]] = {}
         open_lanes = list(lanes)
         try:
@@ -276,9 +283,10 @@ class _Work:
                     lane, share = under_way.pop(future)
                     if not self._take(future, lane, share) and lane in open_lanes:
                         open_lanes.remove(lane)
-        except BaseException:
+        except BaseException as error:  # Ctrl-C, or what a callback raises: what is done is not lost
             for future in under_way:
                 future.cancel()
+            error.generation = self.generation()  # type: ignore[attr-defined]
             raise
         for request in (*self.waiting, *self.alone):
             self.reasons[request] = "no worker is left"
@@ -318,13 +326,15 @@ class _Work:
         try:
             outcome = future.result()
         except Exception as error:  # the worker, or what stands between: a process that died, a cluster's own errors
-            self.reasons |= dict.fromkeys(share, f"{lane.name}: its worker died ({type(error).__name__}: {error})")
+            told = f"{lane.name}: its worker died ({type(error).__name__}: {error})"
+            self.reasons |= dict.fromkeys(share, told if lane.used else f"{told}{_AT_ONCE}")
             return not isinstance(error, BrokenExecutor)
+        lane.used = True
         if outcome.kind == "arguments":
             raise {"TypeError": TypeError}.get(outcome.type, ValueError)(outcome.message)
         if outcome.kind == "factory":
             told = f"make_engine raised {outcome.type} on {lane.name}: {outcome.message}\n{outcome.trace}"
-            raise FactoryFailedError(told, self.generation())
+            raise FactoryFailedError(told)
         if outcome.kind == "engine" and len(share) > 1:
             self.alone += share  # which of them it was shows when each is alone
             return True

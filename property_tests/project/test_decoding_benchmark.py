@@ -43,7 +43,7 @@ def test_every_section_measures_what_it_says(report):
     if importlib.util.find_spec("torch") is None:
         assert report.left_out == ["the published loop: torch is not installed"]
     else:
-        parts = [us for what, us in report.round_us.items() if what.startswith("of that")]
+        parts = [us for what, us in report.round_us.items() if what.startswith("of that, ") and "host" in what]
         assert len(parts) == 2
         assert report.round_us["published loop"] == pytest.approx(sum(parts))
 
@@ -56,6 +56,7 @@ def test_resident_rounds_give_the_same_tokens_and_rounds(monkeypatch):
     report = measure([TINY], ["float32"], sizes=QUICK, sections=("autoregressive", "tree", "batch", "rounds"))
     assert report.faults == []
     assert all(s.tau == 5.5 for s in report.speeds if s.section == "tree")
+    assert min(report.round_us["of that, its graph alone"], report.round_us["ddtree"]) > 0
 
 
 def test_tokens_of_transformers_are_compared_with_ours():
@@ -77,7 +78,7 @@ def test_on_a_gpu_passes_are_graphs_and_every_mode_gives_the_same_tokens(dtype, 
     assert passes["how"] == "graph"
     assert 0 < min(passes["seconds"]) <= max(passes["seconds"]) < 0.01
     assert all(s.tau == 5.5 for s in report.speeds if s.section == "tree")
-    assert 0 < report.round_us["ddtree"] < 5000
+    assert 0 < report.round_us["of that, its graph alone"] < 1000
     assert decoding_report.write_report(report, tmp_path)
 
 
@@ -183,6 +184,21 @@ def test_reports_are_read_back_and_cost_models_are_what_policies_read(report, tm
     costs = CostModel.load(tmp_path / "cost_model_0_1m_float32.json")
     assert costs.nodes.tolist() == list(QUICK.nodes)
     assert costs.contexts.tolist() == list(QUICK.contexts)
+
+
+def test_passes_that_fail_leave_the_others(monkeypatch, tmp_path):
+    def failing(target, nodes, contexts, **options):
+        if nodes[0] in wrong:
+            raise MemoryError("no room")
+        return measure_passes(target, nodes, contexts, **options)
+
+    monkeypatch.setattr(decoding, "measure_passes", failing)
+    for wrong, models in (({3}, 1), ({0}, 0), ({*QUICK.nodes}, 0)):
+        report = measure([TINY], ["float32"], sizes=QUICK, sections=("verify",))
+        assert len(report.faults) == len(wrong)
+        assert {*report.passes[0]["nodes"]} == {*QUICK.nodes} - wrong
+        written = decoding_report.write_report(report, tmp_path / str(len(wrong) + models))
+        assert sum("cost_model" in path.name for path in written) == models
 
 
 def test_a_cost_model_is_fitted_to_medians():

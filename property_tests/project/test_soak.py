@@ -97,6 +97,37 @@ def test_errors_must_be_of_their_kind_name_a_request_and_carry_tokens(fault, err
     assert bool(told) == bool(soak_module._Soak.wrongly_told(None, None, fault, error))
 
 
+def test_a_soak_that_stops_says_where_and_what_it_had(monkeypatch):
+    runs = iter([None, None])
+    undisturbed, kept = soak_module._Soak.undisturbed, []
+
+    def failing(self, subject, run):
+        next(runs)  # the third is no run any more
+        undisturbed(self, subject, run)
+
+    monkeypatch.setattr(soak_module._Soak, "undisturbed", failing)
+    monkeypatch.setattr(soak_module, "WRITTEN_EVERY", 1)
+    record = soak(500, models=("golden",), texts=3, written=lambda record: kept.append(record.rounds))
+    (fault,) = record.faults
+    assert fault.startswith("the soak stopped in run 2: StopIteration")
+    assert "in failing" in fault
+    assert record.runs == len(kept) == 2
+    assert kept[-1] == record.rounds > 0
+    assert record.seconds > 0
+
+
+def test_a_soak_where_nothing_goes_any_more_ends(monkeypatch):
+    def dead(self, *arguments, **options):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(soak_module._Soak, "generate", dead)
+    monkeypatch.setattr(soak_module, "MOST_FAULTS", 6)
+    record = soak(500, models=("golden",), texts=2)
+    assert record.rounds == 0
+    assert "illegal memory access" in record.faults[0]
+    assert "faults are enough" in record.faults[-1]
+
+
 def test_growth_is_a_line_after_warm_up():
     rounds = list(range(0, 20_000, 100))
     rising = [100.0 + 20 * r / 20_000 for r in rounds]

@@ -150,6 +150,22 @@ def test_an_engine_that_raises_fails_the_requests_at_fault_alone():
     assert [t.tolist() for t in generation.tokens] == [t.tolist() for t in make_engine().generate(PROMPTS, 6).tokens]
 
 
+def test_what_a_callback_raises_carries_what_was_done():
+    emitted = []
+
+    def on_emission(emission):
+        emitted.append(emission.request_id)
+        if len(emitted) == 3:
+            raise KeyError("the disk is full")
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyError) as caught:
+        generate_many(make_engine, PROMPTS, 4, executor=pool, share=1, on_emission=on_emission)
+    tokens = caught.value.generation.tokens  # type: ignore[attr-defined]
+    expected = make_engine().generate(PROMPTS, 4).tokens
+    assert {i for i, row in enumerate(tokens) if row.size} == {*emitted}
+    assert all(tokens[i].tolist() == expected[i].tolist() for i in emitted)
+
+
 def test_a_token_outside_the_vocabulary_fails_its_own_request():
     with ThreadPoolExecutor(1) as pool, pytest.raises(RequestsFailedError, match=r"request 1: .*must be in 0 … 10"):
         generate_many(make_engine, [[1], [VOCABULARY]], 2, executor=pool)
@@ -205,6 +221,25 @@ def test_without_a_gpu_the_default_devices_say_what_to_pass(monkeypatch):
 
 def test_runs_of_requests_are_drawn_together():
     assert _listed([0, 1, 2, 3, 7, 9, 10]) == "0 … 3, 7, 9, 10"
+
+
+UNGUARDED = """
+from functools import partial
+from ddtree.engine import Engine, ScriptedTarget, generate_many
+
+make_engine = partial(Engine, ScriptedTarget([range(9)], 9))
+generate_many(make_engine, [[0]], 3, mode="autoregressive", devices=["cpu"])
+"""
+
+
+def test_a_script_that_would_start_itself_again_is_told_how_it_must_call(tmp_path):
+    (tmp_path / "run.py").write_text(UNGUARDED)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "run.py")], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert "request 0: CPU process 0: its worker died" in done.stderr
+    assert "in a script, the call must stand below if __name__ == '__main__'" in done.stderr
 
 
 ENDLESS = """
