@@ -73,7 +73,8 @@ class KernelResources:
     min_blocks : int
         Blocks a multiprocessor that it asks the compiler to make room for; 0 where it says nothing.
     waits : bool
-        Whether it waits for the launch before it, by ``wait_for_earlier``, ahead of all that it does in memory.
+        Whether it waits for the launch before, and reads and writes nothing of the GPU's memory until then: that it may
+        be launched early.
     """
 
     program: str
@@ -86,7 +87,7 @@ class KernelResources:
     dynamic_shared: int
     threads: int
     min_blocks: int
-    waits: bool = True
+    waits: bool = False
 
     @property
     def blocks_per_sm(self) -> int:
@@ -167,7 +168,7 @@ def compile_program(program: str, arch: str) -> list[KernelResources]:
         result.append(
             KernelResources(
                 *(program, name, arch, registers, spills, stack, shared, stated.get(name, 0), threads, min_blocks),
-                waits=_waits(ptx, name),
+                _waits(ptx, name),
             )
         )
     return result
@@ -219,6 +220,13 @@ def _ptxas_report(log: str) -> dict[str, tuple[int, int, int, int]]:
     return report
 
 
+def _waits(ptx: str, name: str) -> bool:
+    """Whether a kernel's first access to memory, and any end of a thread, stands behind its wait for the launch before."""
+    body = re.search(rf"\.entry {name}\(.*?\n}}", ptx, re.DOTALL)
+    first = body and re.search(r"griddepcontrol\.wait|\b(?:ld|st|atom|red)\.(?:volatile\.)?global|\bret;", body[0])
+    return bool(first and first[0] == "griddepcontrol.wait")
+
+
 def _launch_bounds(ptx: str, kernel: str) -> tuple[int, int]:
     """Threads a block and blocks a multiprocessor, as ``__launch_bounds__`` gave them; 0 where it did not."""
     head = re.search(rf"\.entry {kernel}\([^)]*\)(?P<directives>[^{{]*)\{{", ptx)
@@ -229,13 +237,6 @@ def _launch_bounds(ptx: str, kernel: str) -> tuple[int, int]:
     for size in threads.groups() if threads else (0,):
         product *= int(size) if size is not None else 1
     return product, int(blocks[1]) if blocks else 0
-
-
-def _waits(ptx: str, kernel: str) -> bool:
-    """Whether a kernel's first instruction that touches memory, or ends a thread, comes after that it waits by."""
-    body = re.search(rf"\.entry {kernel}\(.*?^\}}", ptx, re.MULTILINE | re.DOTALL)
-    first = re.search(r"\b(griddepcontrol\.wait|(?:ld|st|atom|red)\.global|cp\.async|ret;)", body[0] if body else "")
-    return first is not None and first[1] == "griddepcontrol.wait"
 
 
 def _stated_shared(cubin: bytes) -> dict[str, int]:

@@ -105,12 +105,18 @@ BY_FMA(gated, f64, double, double, 2, 8, 4, 2, true)
 FEW(linear, bf16_f32, __nv_bfloat16, float, 4, false)
 BY_FMA(linear, bf16_f32, __nv_bfloat16, float, 3, 8, 4, 4, false)
 
+#if __CUDA_ARCH__ >= 1200
+constexpr int32 RING_BLOCKS = 1;  // a multiprocessor: shared memory is short there
+#else
+constexpr int32 RING_BLOCKS = 4;
+#endif
+
 #define BY_MMA(kind, suffix, T, GATED)                                                                                 \
     MULTIPLY(kind##_8_##suffix, T, T, 32 * MMA_PARTS, 2, 8, 16, 0, GATED)                                              \
     MULTIPLY(kind##_32_##suffix, T, T, 32 * MMA_PARTS, 2, 32, 16, 0, GATED)                                            \
-    MULTIPLY(kind##_ring_8_##suffix, T, T, RING_THREADS, 4, 8, RING_ROWS, 0, GATED)                                    \
-    MULTIPLY(kind##_ring_32_##suffix, T, T, RING_THREADS, 4, 32, RING_ROWS, 0, GATED)                                  \
-    MULTIPLY(kind##_ring_72_##suffix, T, T, RING_THREADS, 4, 72, RING_ROWS, 0, GATED)
+    MULTIPLY(kind##_ring_8_##suffix, T, T, RING_THREADS, RING_BLOCKS, 8, RING_ROWS, 0, GATED)                          \
+    MULTIPLY(kind##_ring_32_##suffix, T, T, RING_THREADS, RING_BLOCKS, 32, RING_ROWS, 0, GATED)                        \
+    MULTIPLY(kind##_ring_72_##suffix, T, T, RING_THREADS, RING_BLOCKS, 72, RING_ROWS, 0, GATED)
 
 DDTREE_SHARED(linear_8_f16, mma_bytes(8, 16));
 DDTREE_SHARED(linear_32_f16, mma_bytes(32, 16));

@@ -106,6 +106,13 @@ class Form:
         size = "any" if self.any else f"ring_{tile[0]}" if self.by_ring else tile[0]
         return f"{kind}_{size}_{self.suffix}"
 
+    def gain(self, gain: Any, dtype: Any) -> Any:
+        """A gain as the kernels read it, or, without one, a null pointer."""
+        if gain is None:
+            return np.uintp(0)
+        gain = contiguous(gain, dtype)
+        return gain if self.takes(gain) else gain.copy()
+
     def takes(self, array: Any) -> bool:
         """Whether the rows of x, or a gain, lie as its loads need them."""
         size = array.dtype.itemsize
@@ -146,16 +153,11 @@ def multiply(
         few = form.sizes[0]
         blocks = blocks_for(M, few[0]) * blocks_for(rows, few[1]) * H
         tile = few if blocks * form.threads <= THREADS_AT_ONCE * multiprocessors() else tile
-    given = [
-        np.uintp(0) if array is None else contiguous(array, kept)
-        for array, kept in ((gain, x.dtype), (residual, y.dtype))
-    ]
-    if gain is not None and not form.takes(given[0]):
-        given[0] = given[0].copy()
+    behind = np.uintp(0) if residual is None else contiguous(residual, y.dtype)
     strides = (np.int64(n // a.dtype.itemsize) for a in (x, y) for n in a.strides[:2])
     launch(
         *("linear", form.name(kind, tile), (blocks_for(M, tile[0]) * blocks_for(rows, tile[1]), H), form.threads),
-        *(x, weight, *given, y, *(np.int32(n) for n in (M, D, outputs)), *strides),
+        *(x, weight, form.gain(gain, x.dtype), behind, y, *(np.int32(n) for n in (M, D, outputs)), *strides),
         *(np.float64(eps), np.int32(y.dtype != x.dtype)),
         shared=form.shared(tile),
     )

@@ -37,24 +37,23 @@ def moe_experts(
     hidden, outputs, y = empty((pairs, inner), x.dtype), empty((pairs, D), wide), empty((M, D), x.dtype)
     sizes = [np.int32(n) for n in (M, K, routed, shared, D, inner)]
 
-    def multiply(name: str, source: Any, matrices: Any, outputs: int, result: Any, gain: tuple[Any, ...] = ()) -> None:
+    def multiply(kind: str, source: Any, matrices: Any, rows: int, result: Any, *, normed: bool) -> None:
         form = Form(source, matrices, long=D * inner >= LONG)
         if not form.takes(source):
             source = contiguous(source)
         tile = form.tile(M) if form.by_mma else FMA_TILE
         if form.suffix == "f32" and not form.any:
             tile = ONE_TOKEN if M == 1 else FEW_TOKENS
-        grid = min(M * K, routed) + shared * blocks_for(M, tile[0]), blocks_for(outputs, tile[1])
-        arguments = (expert_ids, source, matrices, *gain, result)
-        more = (np.float64(eps),) if gain else ()
+        grid = min(M * K, routed) + shared * blocks_for(M, tile[0]), blocks_for(rows, tile[1])
+        norm = (form.gain(gain, x.dtype), result, np.float64(eps)) if normed else (result,)
         launch(
-            *("moe_experts", form.name(name, tile), grid, form.threads, *arguments, *more, *sizes),
+            *("moe_experts", form.name(kind, tile), grid, form.threads),
+            *(expert_ids, source, matrices, *norm, *sizes),
             shared=form.shared(tile),
         )
 
-    norm = np.uintp(0) if gain is None else contiguous(gain, x.dtype)
-    multiply("gated", contiguous(x), gate_up, 2 * inner, hidden, (norm,))
-    multiply("down", hidden, down, D, outputs)
+    multiply("gated", contiguous(x), gate_up, 2 * inner, hidden, normed=True)
+    multiply("down", hidden, down, D, outputs, normed=False)
     launch(
         *("moe_experts", f"combine_{suffix_of(x)}", (M, blocks_for(D, COMBINE_THREADS)), COMBINE_THREADS),
         *(expert_ids, outputs, contiguous(weights, wide)),

@@ -118,7 +118,7 @@ def launch(
     block = (block,) if isinstance(block, int) else block
     if 0 in grid:
         return
-    _launch_early(kernel(program, name), grid, block, arguments, shared)
+    _launch(kernel(program, name), grid, block, arguments, shared)
 
 
 class _Attribute(ctypes.Structure):
@@ -127,7 +127,7 @@ class _Attribute(ctypes.Structure):
     _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_more", ctypes.c_int * 15))
 
 
-class _Launch(ctypes.Structure):
+class _Configuration(ctypes.Structure):
     """A ``CUlaunchConfig``."""
 
     _fields_ = (
@@ -161,16 +161,16 @@ class _Room(threading.local):
         first = ctypes.addressof(self.values)
         self.pointers = (ctypes.c_void_p * MOST_ARGUMENTS)(*(first + 8 * i for i in range(MOST_ARGUMENTS)))
         self.attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-        self.launch = _Launch(attributes=ctypes.pointer(self.attribute), count=1)
+        self.launch = _Configuration(attributes=ctypes.pointer(self.attribute), count=1)
 
 
 _room = _Room()
 
 
-def _launch_early(
+def _launch(
     function: Any, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...], shared: int
 ) -> None:
-    """Run a kernel that need not wait for the end of the one before: the driver's call, which CuPy has not."""
+    """Run a kernel by the driver's call that lets it begin before the one before has ended, which CuPy has not."""
     launch = _room.launch
     launch.grid[:], launch.block[:] = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
     launch.shared, launch.stream = shared, _cupy().cuda.get_current_stream().ptr
