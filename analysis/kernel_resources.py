@@ -221,7 +221,7 @@ def _ptxas_report(log: str) -> dict[str, tuple[int, int, int, int]]:
 
 
 def _waits(ptx: str, name: str) -> bool:
-    """Whether a kernel's first access to memory, and any end of a thread, stands behind its wait for the launch before."""
+    """Whether a kernel waits for the launch before ahead of its first access to memory, and of any thread's end."""
     body = re.search(rf"\.entry {name}\(.*?\n}}", ptx, re.DOTALL)
     first = body and re.search(r"griddepcontrol\.wait|\b(?:ld|st|atom|red)\.(?:volatile\.)?global|\bret;", body[0])
     return bool(first and first[0] == "griddepcontrol.wait")
