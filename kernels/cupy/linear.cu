@@ -50,7 +50,8 @@ __device__ __forceinline__ void multiply(const Product<X, W>& p)
 {
     constexpr int32 OUTPUTS = GATED ? ROWS / 2 : ROWS;
     const int32 tiles = (p.M + TOKENS - 1) / TOKENS, first = int32(blockIdx.x) % tiles * TOKENS, h = blockIdx.y;
-    const int32 tokens = min(TOKENS, p.M - first), block = blockIdx.x / tiles, rows = min(OUTPUTS, p.O - block * OUTPUTS);
+    const int32 tokens = min(TOKENS, p.M - first), block = blockIdx.x / tiles;
+    const int32 rows = min(OUTPUTS, p.O - block * OUTPUTS);
     const X* x = p.x + h * p.x_head + first * p.x_stride;
     const W* weights = p.weights + int64(h) * (GATED ? 2 : 1) * p.O * p.D;
     const Store<GATED, X> store{p.y, p.residual, h * p.y_head + first * p.y_stride, p.y_stride, p.wide != 0};

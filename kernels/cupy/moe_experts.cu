@@ -1,11 +1,11 @@
 // The routed and shared experts of some tokens: for each the weighted sum of its experts' gated layers.
 //
-// Three launches: `gated` and `down` are the products (see skinny.cuh), and `combine` adds up each token's pairs of token
-// and expert in their order.
+// Three launches: `gated` and `down` are the products (see skinny.cuh), and `combine` adds up each token's pairs of
+// token and expert in their order.
 //
 // Blocks find their work themselves. Grid x is a place for each expert that can have work: where there are fewer pairs
-// than experts, one for each pair, which is its expert's if no pair before it has the same. Shared experts follow, whose
-// tokens are all that are not padding. A block looks through the ids for the pairs of its expert, a tile at a time, and
+// than experts, one for each pair, which is its expert's if no pair before it has the same. Shared experts follow, with
+// all tokens that are not padding. A block looks through the ids for the pairs of its expert, a tile at a time, and
 // reads the expert's weights once for them; idle experts are not read at all.
 //
 // Version 1 made a plan of tiles in a launch of its own.
@@ -30,8 +30,8 @@ struct Experts {
 
     __device__ int32 a_token() const { return K + shared; }  // pairs
 
-    // The expert of a place of the grid, or -1: to all threads, each of which must call this. Of a shared expert there is
-    // a place for each tile, whose candidates are some tokens; a routed one's are all pairs.
+    // The expert of a place of the grid, or -1: to all threads, each of which must call this. Of a shared expert there
+    // is a place for each tile, whose candidates are some tokens; a routed one's are all pairs.
     __device__ int32 at(int32 place, int32 tile_tokens, int32& candidate, int32& end) const
     {
         const int32 pairs = M * K, places = min(pairs, routed);
@@ -119,7 +119,7 @@ __device__ __forceinline__ void multiply(
 // hidden to outputs.
 template <int32 TOKENS, int32 ROWS, int32 N, bool GATED, typename T, typename Result>
 __device__ __forceinline__ void expert_block(
-    const Experts& experts, const T* __restrict__ x, const T* __restrict__ matrices, const T* __restrict__ gain,
+    const Experts& experts, const T* x, const T* __restrict__ matrices, const T* __restrict__ gain,
     Result* __restrict__ result, double eps, int32 D, int32 I)
 {
     __shared__ int32 pairs[TOKENS + 32 * (N > 0 ? FMA_PARTS : MMA_PARTS)];
@@ -156,8 +156,7 @@ __device__ __forceinline__ void expert_block(
 
 template <typename T>
 __device__ __forceinline__ void combine(
-    const Experts& experts, const Wide<T>* __restrict__ outputs, const Wide<T>* __restrict__ weights,
-    const T* __restrict__ residual, T* __restrict__ y, int32 D)
+    const Experts& experts, const Wide<T>* outputs, const Wide<T>* weights, const T* residual, T* y, int32 D)
 {
     wait_for_earlier();
     const int32 d = blockIdx.y * COMBINE_THREADS + threadIdx.x;
@@ -174,8 +173,8 @@ __device__ __forceinline__ void combine(
     y[m * D + d] = rounded<T>(sum);
 }
 
-#define GATED(name, T, THREADS, BLOCKS, TOKENS, ROWS, N)                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                   \
+#define GATED(name, T, THREADS, BLOCKS, TOKENS, ROWS, N)                                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
         name(const int32* ids, const T* x, const T* gate_up, const T* gain, T* hidden, double eps, int32 M, int32 K,   \
              int32 routed, int32 shared, int32 D, int32 I)                                                             \
     {                                                                                                                  \
@@ -183,8 +182,8 @@ __device__ __forceinline__ void combine(
         expert_block<TOKENS, ROWS, N, true>(experts, x, gate_up, gain, hidden, eps, D, I);                             \
     }
 
-#define DOWN(name, T, THREADS, BLOCKS, TOKENS, ROWS, N)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                   \
+#define DOWN(name, T, THREADS, BLOCKS, TOKENS, ROWS, N)                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
         name(const int32* ids, const T* hidden, const T* down, Wide<T>* outputs, int32 M, int32 K, int32 routed,       \
              int32 shared, int32 D, int32 I)                                                                           \
     {                                                                                                                  \

@@ -29,7 +29,7 @@ template <typename X> __device__ __forceinline__ X scale_of_row(X sum, int32 D, 
 
 template <typename T>
 __device__ __forceinline__ void normalise(
-    const T* __restrict__ x, const T* __restrict__ weight, T* __restrict__ y, int32 D, int64 stride, double eps)
+    const T* x, const T* __restrict__ weight, T* y, int32 D, int64 stride, double eps)
 {
     wait_for_earlier();
     const T* row = x + blockIdx.x * stride;
@@ -52,7 +52,7 @@ template <typename T> struct alignas(16) Chunk {
 
 template <typename T>
 __device__ __forceinline__ void normalise_chunks(
-    const T* __restrict__ x, const T* __restrict__ weight, T* __restrict__ y, int32 D, int64 stride, double eps)
+    const T* x, const T* __restrict__ weight, T* y, int32 D, int64 stride, double eps)
 {
     constexpr int32 SIZE = Chunk<T>::SIZE;
     wait_for_earlier();

@@ -23,9 +23,9 @@ constexpr int32 MOST_PAIRS = 1024;  // R / 2; `rope.py` says it too
 
 template <typename T>
 __device__ __forceinline__ void rotate(
-    const T* __restrict__ queries, const T* __restrict__ latents, const T* __restrict__ keys, const T* __restrict__ gain,
-    T* __restrict__ q, T* __restrict__ cache, const int32* __restrict__ page_table, const int32* __restrict__ prefix_lens,
-    const int32* __restrict__ node_counts, const int32* __restrict__ depths, const double* __restrict__ frequencies,
+    const T* queries, const T* latents, const T* keys, const T* __restrict__ gain, T* q, T* cache,
+    const int32* page_table, const int32* prefix_lens, const int32* node_counts, const int32* depths,
+    const double* __restrict__ frequencies,
     double attention_factor, double eps, int32 N, int32 H, int32 P, int32 C, int32 R, int64 latent_stride,
     int64 key_stride, int32 S, int32 max_pages, int32 pairs)
 {

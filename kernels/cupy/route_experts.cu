@@ -12,7 +12,7 @@
 //   bias        (E)
 //   expert_ids  int32 (M, K)  written in full, best first
 //   weights     (M, K)        written in full: scores without the bias, over their sum if `normalised`, times `scale`
-//   node_counts int32 (M / N), or null: rows from node_counts[b] on of each N are padding, with experts -1 and weights 0
+//   node_counts int32 (M / N), or null: of each N rows, those from node_counts[b] on are padding: experts -1, weights 0
 #include "floats.cuh"
 
 constexpr int32 THREADS = 128, LANES = 32;
@@ -40,9 +40,8 @@ __device__ __forceinline__ int32 first_greatest(uint64 order, int32 expert)
 
 template <typename T>
 __device__ __forceinline__ void route(
-    const T* __restrict__ logits, const T* __restrict__ bias, int32* __restrict__ expert_ids, T* __restrict__ weights,
-    const int32* __restrict__ node_counts, int32 N, int32 E, int32 K, int32 groups, int32 kept_groups, int32 normalised,
-    double scale)
+    const T* logits, const T* __restrict__ bias, int32* expert_ids, T* weights, const int32* node_counts,
+    int32 N, int32 E, int32 K, int32 groups, int32 kept_groups, int32 normalised, double scale)
 {
     extern __shared__ double scores[];  // (E), then (E) and (groups)
     uint64* corrected = reinterpret_cast<uint64*>(scores + E);  // orders; 0 of what is struck out or chosen

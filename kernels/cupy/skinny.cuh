@@ -1,6 +1,6 @@
 // Products of few rows with the rows of a weight matrix, y = x W^T, which are bound by reading W once.
 //
-// Both forms below work on a tile: some tokens (rows of x) and some rows of W. What a tile's tokens are, and what
+// The forms below work on a tile: some tokens (rows of x) and some rows of W. What a tile's tokens are, and what
 // becomes of a sum, its caller says: input(t) points to token t's row, store(t, o, sum, other) gets a sum as it is
 // done. PAIRED takes a gate and an up matrix that lie behind each other, and gives both sums of an output at once.
 // With a `gain`, x is RMS-normalised: its elements are multiplied by the gain on the way, and the sums by the scale,
@@ -33,7 +33,7 @@ template <int32 N, typename T> __device__ __forceinline__ Chunk<T, N> load_chunk
     return *reinterpret_cast<const Chunk<T, N>*>(p);
 }
 
-// The part of `warps` that this warp has of `count` things: the first and the end.
+// The part that this warp has of `count` things, of a part a warp: the first and the end.
 __device__ __forceinline__ void own_part(int32 count, int32& begin, int32& end)
 {
     const int32 parts = blockDim.x / 32, share = (count + parts - 1) / parts;
