@@ -7,6 +7,8 @@ between a request's prefix and its tree is left from former passes, finite, and 
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree.arrays import array_namespace, export_array, import_array, to_numpy
+from ddtree.arrays import array_namespace, export_array, import_array
 from ddtree.interop.layouts import additive_mask
 from ddtree.trees import Acceptance, DraftTree
 
@@ -93,8 +95,9 @@ class ModelCache:
     Parameters
     ----------
     past : transformers.Cache
-        Empty. Its layers are dynamic or static ones. Sliding-window layers, which would drop keys that are still needed
-        when a draft is turned down, are replaced by layers that keep all; of the dynamic ones, what no window reaches
+        Empty. Its layers are dynamic or static ones. Dynamic ones are replaced by layers that stay where they are, see
+        :class:`ddtree.interop.huggingface_layers.RowsLayer`; sliding-window layers, which would drop keys that are
+        still needed when a draft is turned down, by layers that keep all. Of the dynamic ones, what no window reaches
         any more is dropped between passes.
     kinds : list of LayerKind
         How each layer attends.
@@ -116,8 +119,11 @@ class ModelCache:
         self.requests = list(range(requests))
         self.static = _adopt(past, rows)
         self.dropped = 0  # rows that the windowed layers no longer hold
+        self._selections = 0
+        self._table: tuple[Any, Any] = None, None  # what it was made of, and the table itself
         self._host_like = like.new_empty(0, device="cpu")
         self._xp = array_namespace(import_array(like))
+        self._kernels = importlib.import_module("ddtree.reference" if self._xp is np else "ddtree.kernels.cupy")
 
     def view(self, requests: Sequence[int], prefix_lens: NDArray[np.int32], window: Any) -> CacheView:
         """The cache of ``requests`` alone, and of their prefixes alone."""
@@ -130,19 +136,18 @@ class ModelCache:
 
     def compact(self, view: CacheView, acceptance: Acceptance) -> None:
         """Move the accepted rows of the pass over ``view`` up behind each prefix, in every layer, in place."""
-        import torch
+        tree_rows = self._xp.full(len(view.host_prefix_lens), view.tree_row, np.int32)
+        self._kernels.compact_layers(self.table(), view.prefix_lens, tree_rows, acceptance)
 
-        nodes, lengths = to_numpy(acceptance.node_indices), to_numpy(acceptance.lengths)
-        b, k = np.nonzero(np.arange(nodes.shape[1]) < lengths[:, None])
-        source, target = view.tree_row + nodes[b, k].astype(np.int64), view.host_prefix_lens[b].astype(np.int64) + k
-        moved = source != target
-        if not moved.any():
-            return
-        b, source, target = (torch.from_numpy(a[moved]).to(self.like.device) for a in (b, source, target))
-        for layer, _, dropped in self._layers():
-            for tensor in (layer.keys, layer.values):
-                # what is read is a copy, taken before anything is written
-                tensor[b, :, target - dropped] = tensor[b, :, source - dropped]
+    def table(self) -> Any:
+        """Return what ``compact_layers`` takes; the same one as long as the layers are where they were."""
+        layers = self._layers()
+        made_of = (self._selections, len(layers), sum(getattr(layer, "moves", 0) for layer, _ in layers))
+        if self._table[0] != made_of:
+            parts = [(t, getattr(layer, "base", 0)) for layer, _ in layers for t in _storage(layer)]
+            make = importlib.import_module(f"{self._kernels.__name__}.compact_layers").layer_table
+            self._table = made_of, make([import_array(tensor) for tensor, _ in parts], [base for _, base in parts])
+        return self._table[1]
 
     def release(self, request: int) -> None:
         """Nothing: the next view leaves out the batch row of a finished request."""
@@ -169,35 +174,58 @@ class ModelCache:
         seen = np.ascontiguousarray(mask[..., self.dropped if kind.window is not None else 0 :])
         return export_array(seen, self._host_like).to(self.like.device)
 
-    def _layers(self) -> list[tuple[Any, LayerKind, int]]:
-        """Each layer that holds keys, its kind, and how many of its first rows are dropped."""
-        layers = zip(self.past.layers, self.kinds, strict=False)  # made in the first pass, where not before
-        return [
-            (layer, kind, self.dropped if kind.window is not None else 0)
-            for layer, kind in layers
-            if layer.keys is not None
-        ]
+    def device_masks(self, tree: DraftTree, view: CacheView) -> Any:
+        """Return what :meth:`masks` does of a tree on the model's device, made there."""
+        masks = {kind.name: self._device_mask(tree, view, kind.window) for kind in dict.fromkeys(self.kinds)}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _device_mask(self, tree: DraftTree, view: CacheView, window: int | None) -> Any:
+        dropped = 0 if window is None else self.dropped
+        columns = (view.tree_row + tree.num_slots if self.static is None else self.static) - dropped
+        mask = self.like.new_empty((tree.batch_size, 1, tree.num_slots, columns))
+        self._kernels.tree_mask(
+            *(tree, view.prefix_lens, import_array(mask)), tree_row=view.tree_row, first_row=dropped, window=window
+        )
+        return mask
+
+    def _layers(self) -> list[tuple[Any, LayerKind]]:
+        """Each layer that holds keys, and its kind; they are made in the first pass, where not before."""
+        layers = zip(self.past.layers, self.kinds, strict=False)
+        return [(layer, kind) for layer, kind in layers if layer.keys is not None]
 
     def _select(self, batch_rows: list[int]) -> None:
         import torch
 
         index = torch.tensor(batch_rows, device=self.like.device)
-        for layer, _, _ in self._layers():
-            layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
+        for layer, _ in self._layers():
+            if self.static is None:
+                layer.select(index)
+            else:
+                layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
+        self._selections += 1
 
     def _crop(self, rows: int, shortest: int) -> None:
         """Keep the first ``rows`` rows, less those that no position from ``shortest`` on has in its window."""
+        layers = self._layers()
         if self.static is not None:
-            for layer, _, _ in self._layers():
-                layer.cumulative_length.fill_(rows)
+            import torch
+
+            counts = [layer.cumulative_length for layer, _ in layers]
+            if counts:  # one launch for all
+                torch._foreach_zero_(counts)
+                torch._foreach_add_(counts, rows)
             return
         windows = [kind.window for kind in self.kinds if kind.window is not None]
         drop = max(self.dropped, shortest - max(windows) + 1) if windows else 0
-        for layer, kind, dropped in self._layers():
-            first = drop - dropped if kind.window is not None else 0
-            layer.keys = layer.keys[:, :, first : rows - dropped]
-            layer.values = layer.values[:, :, first : rows - dropped]
-        self.dropped = drop if self._layers() else 0
+        for layer, kind in layers:
+            layer.rows, layer.first = rows, drop if kind.window is not None else 0
+        self.dropped = drop if layers else 0
+
+
+def _storage(layer: Any) -> tuple[Any, Any]:
+    """Keys and values, with what room there is behind them."""
+    held = getattr(layer, "storage", None)
+    return (layer.keys, layer.values) if held is None else held
 
 
 def _adopt(cache: Any, rows: int) -> int | None:
@@ -216,11 +244,11 @@ def _adopt(cache: Any, rows: int) -> int | None:
     static = [layer.max_cache_len for layer in cache.layers if type(layer) is cache_utils.StaticLayer]
     columns = int(max([rows, *static]))
     for i, layer in enumerate(cache.layers):
-        if type(layer) is cache_utils.DynamicSlidingWindowLayer:
-            cache.layers[i] = cache_utils.DynamicLayer()
-        elif type(layer) is cache_utils.StaticSlidingWindowLayer:
+        if type(layer) is cache_utils.StaticSlidingWindowLayer:
             cache.layers[i] = cache_utils.StaticLayer(max_cache_len=columns)
-    classes = {type(layer) for layer in cache.layers} - {dummy} | ({made} if made is not None else set())
+    windowed = cache_utils.DynamicSlidingWindowLayer
+    classes = {cache_utils.DynamicLayer if type(layer) is windowed else type(layer) for layer in cache.layers} - {dummy}
+    classes |= {made} if made is not None else set()
     if classes not in ({cache_utils.DynamicLayer}, {cache_utils.StaticLayer}):
         wrong = sorted(c.__name__ for c in classes - {cache_utils.DynamicLayer, cache_utils.StaticLayer})
         raise TypeError(
@@ -232,6 +260,11 @@ def _adopt(cache: Any, rows: int) -> int | None:
     ):
         raise ValueError(f"cache must be empty, got a {name} in use: make a new one in each call")
     if classes == {cache_utils.DynamicLayer}:
+        from ddtree.interop.huggingface_layers import RowsLayer
+
+        cache.layers[:] = [layer if type(layer) is dummy else RowsLayer(rows) for layer in cache.layers]
+        if made is not None:
+            cache.layer_class_to_replicate = functools.partial(RowsLayer, rows)
         return None
     if min([columns, *static]) < columns:
         raise ValueError(

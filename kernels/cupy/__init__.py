@@ -1,7 +1,7 @@
 """Kernels in CUDA C++ for sm_90 and sm_120, compiled by NVRTC when they are first launched, through CuPy.
 
-Beside the operations there are a model's layers for few tokens, named as in :mod:`ddtree.reference` where they are
-there. All take and return CuPy arrays and work on CuPy's current stream; nothing waits for the GPU. A ``.cu`` file
+Beside the operations there are a model's layers for few tokens, and what a model of another library needs (its inputs,
+its mask, its caches compacted), named as in :mod:`ddtree.reference` where they are there. All take and return CuPy arrays and work on CuPy's current stream; nothing waits for the GPU. A ``.cu`` file
 stands beside its launcher of the same name, ``program.py`` says how they are compiled, and ``RESOURCES.md`` what they
 need.
 
@@ -15,6 +15,7 @@ __all__ = [
     "build_tree",
     "choose_tokens",
     "compact_cache",
+    "compact_layers",
     "linear",
     "moe_experts",
     "rms_norm",
@@ -22,6 +23,8 @@ __all__ = [
     "route_experts",
     "swiglu",
     "topk_log_probs",
+    "tree_inputs",
+    "tree_mask",
     "tree_positions",
     "verify_attention",
     "visibility_words",

@@ -1,0 +1,56 @@
+"""The mask of a tree behind its prefix, as it is added to attention scores."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree.trees import DraftTree
+
+__all__ = ["tree_mask"]
+
+
+def tree_mask(
+    tree: DraftTree,
+    prefix_lens: NDArray[np.int32],
+    out: NDArray[Any],
+    *,
+    tree_row: int,
+    first_row: int = 0,
+    window: int | None = None,
+) -> None:
+    """Write 0 where a node sees a cache row and the type's least number elsewhere.
+
+    Column c stands for row ``first_row + c`` of a cache whose rows [0, prefix_len) are a request's committed tokens and
+    whose row ``tree_row + i`` is node i, the same for all requests; rows in between are seen by none.
+
+    Parameters
+    ----------
+    tree : DraftTree
+        The trees. An unused slot sees what the root sees: a row of nothing has no softmax.
+    prefix_lens : array, int32, shape (B,)
+        Committed rows of each request, at most ``tree_row``.
+    out : array, float16, bfloat16, float32 or float64, shape (B, 1, N, columns)
+        Written in full.
+    tree_row : int
+        Row of every root.
+    first_row : int
+        Row of the first column.
+    window : int, optional
+        Of a sliding window: a node at position p sees none at p − ``window`` or before.
+    """
+    N, columns = out.shape[2:]
+    rows = first_row + np.arange(columns)
+    nodes = rows - tree_row
+    behind = (nodes >= 0) & (nodes < N)
+    out.fill(ml_dtypes.finfo(out.dtype).min)  # type: ignore[no-untyped-call]
+    for b, visible in enumerate(tree.visibility):
+        slots = np.where(np.arange(N) < tree.node_counts[b], np.arange(N), 0)
+        depths, prefix = tree.depths[b], int(prefix_lens[b])
+        seen = np.broadcast_to(rows < prefix, (N, columns)).copy()
+        seen[:, behind] |= visible[slots][:, nodes[behind]]
+        if window is not None:
+            positions = np.where(behind, prefix + depths[np.where(behind, nodes, 0)], rows)
+            seen &= positions > (prefix + depths[slots] - window)[:, None]
+        out[b, 0][seen] = 0
