@@ -250,7 +250,10 @@ class Engine:
             raise ValueError(f"request_ids must have one entry a prompt, {len(tokens)}, got {len(keys)}")
         keys = [integer(f"request_ids[{i}]", key, 0, 2**63 - 1) for i, key in enumerate(keys)]
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "backend": self.backend}
-        return _Run(self, plan, tokens, max_new_tokens, stops, keys, sampling)
+        return self._new_run(plan, tokens, max_new_tokens, stops, keys, sampling)
+
+    def _new_run(self, plan: _Plan, *arguments: Any) -> _Run:
+        return _Run(self, plan, *arguments)
 
     def _plan(self, mode: Mode) -> _Plan:
         plans = {
@@ -415,8 +418,8 @@ class _Run:
 
     def round(self) -> Round:
         """Draft, check, commit; finished requests leave."""
-        requests, backend = tuple(self.active), self.engine.backend
-        rows = [self.sequences[r] for r in requests]
+        backend = self.engine.backend
+        rows = [self.sequences[r] for r in self.active]
         # The root's own row is written by this round's pass.
         prefix_lens = np.array([sequence.length - 1 for sequence in rows], np.int32)
         roots = self.xp.asarray(np.array([sequence.root for sequence in rows], np.int32))
@@ -441,15 +444,31 @@ class _Run:
             self.cache.compact(cache, acceptance)
 
         host_tree = _converted(tree, to_numpy)
+        hidden_states = [
+            self._rows(output.hidden_states, b, nodes[:length])
+            for b, (nodes, length) in enumerate(zip(kept.node_indices, kept.lengths, strict=True))
+        ]
+        return self._committed(rows, prefix_lens, host_tree, to_numpy(choices), kept, hidden_states)
+
+    def _committed(
+        self,
+        rows: list[_Sequence],
+        prefix_lens: NDArray[np.int32],
+        tree: DraftTree,
+        choices: NDArray[np.int32],
+        kept: Acceptance,
+        hidden_states: list[dict[int, Any]],
+    ) -> Round:
+        """Commit what was kept, and return the round's record; all on the host."""
+        requests = tuple(self.active)
         paths = [nodes[:length] for nodes, length in zip(kept.node_indices, kept.lengths, strict=True)]
-        emitted = [np.append(host_tree.token_ids[b, path[1:]], kept.bonus_token_ids[b]) for b, path in enumerate(paths)]
-        hidden_states = [self._rows(output.hidden_states, b, path) for b, path in enumerate(paths)]
+        emitted = [np.append(tree.token_ids[b, path[1:]], kept.bonus_token_ids[b]) for b, path in enumerate(paths)]
         self._commit(emitted, prefix_lens + kept.lengths - 1, hidden_states)
         for sequence, tokens in zip(rows, emitted, strict=True):
             sequence.tokens_per_round.append(len(tokens))
         # In an unused slot the choice follows from whatever logits the target left there.
-        target_token_ids = np.where(host_tree.depths >= 0, to_numpy(choices), np.int32(-1))
-        return Round(requests, host_tree, target_token_ids, kept)
+        target_token_ids = np.where(tree.depths >= 0, choices, np.int32(-1))
+        return Round(requests, tree, target_token_ids, kept)
 
     def _forward(self, tree: DraftTree, cache: Any, *, last_only: bool = False) -> TargetOutput:
         """Run the target, and see that there are logits of every token after every node that was asked about."""
@@ -489,7 +508,7 @@ class _Run:
         if not isinstance(draft, tuple | list) or len(draft) != 2:
             raise TypeError(f"{name} must return (log_probs, token_ids), got {type(draft).__name__}")
         try:
-            log_probs, token_ids = (self._native(array) for array in draft)
+            log_probs, token_ids = (self._drafted(array) for array in draft)
         except TypeError as error:
             raise TypeError(f"{name} must return two arrays: {error}") from error
         wanted = f"({len(requests)}, {depth}, k) with k in 1 … {topk}"
@@ -576,6 +595,9 @@ class _Run:
             self.emissions.append(Emission(request, tokens, sequence.finish_reason if finished else None))
             if not finished:
                 self.hidden_states[request] = hidden_states[b]
+
+    def _drafted(self, array: Any) -> Any:
+        return self._native(array)
 
     def _native(self, array: Any) -> Any:
         """``array`` as the kind that the target's cache is, C-contiguous."""

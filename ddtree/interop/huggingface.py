@@ -166,6 +166,13 @@ class DDTreeDecoder(Engine):
             rows, max_new_tokens, self.stop_token_ids if stop_token_ids is None else stop_token_ids, **options
         )
 
+    def _new_run(self, plan: Any, *arguments: Any) -> Any:
+        if not self.target.on_gpu or plan.policy is not None or self.backend not in (None, "cupy"):
+            return super()._new_run(plan, *arguments)  # a policy or a backend of the caller's works as it likes
+        from ddtree.interop.huggingface_rounds import DeviceRun
+
+        return DeviceRun(self, plan, *arguments)
+
     @property
     def stop_token_ids(self) -> list[int]:
         """The tokens that end a request where none are given: those of the model's generation config."""
@@ -270,6 +277,11 @@ class HuggingFaceTarget:
         """The torch device that the model is on."""
         return self.model.device
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model is on a CUDA device."""
+        return bool(self.device.type == "cuda")
+
     def open_cache(self, most_rows: list[int]) -> ModelCache:
         """Return a cache for requests that need so many rows each."""
         self._check_state()
@@ -292,22 +304,42 @@ class HuggingFaceTarget:
             "position_ids": self._sent(self._positions(cache.host_prefix_lens[:, None] + depths)),
             # a prompt is what the model is made for: its own causal mask is right, and takes no memory
             "attention_mask": None if _is_prompt(host, cache) else cache.owner.masks(host, cache),
-            "cache" if "cache" in self._parameters else "past_key_values": cache.owner.past,
-            "use_cache": True,
-            "return_dict": True,
         }
         last = host.node_counts - 1
         if last_only and "logits_to_keep" in self._parameters:
             rows, last = np.unique(last, return_inverse=True)
             inputs["logits_to_keep"] = self._sent(rows)
+        logits, hidden_states = self.run(inputs, cache.owner.past, hidden_layers)
+        if last_only:
+            logits = logits[torch.arange(len(last), device=logits.device), self._sent(last)][:, None]
+        return TargetOutput(import_array(logits.contiguous()), hidden_states)
+
+    def run(
+        self, inputs: dict[str, Any], past: Any, hidden_layers: tuple[int, ...] = ()
+    ) -> tuple[Any, dict[int, Any]]:
+        """Call the model, which appends keys to ``past``; return logits and hidden states, torch tensors.
+
+        Parameters
+        ----------
+        inputs : dict
+            ``input_ids``, ``position_ids`` and ``attention_mask``, and what else the model's forward is to be given.
+        past : transformers.Cache
+            Of :class:`ddtree.interop.huggingface_cache.ModelCache`.
+        hidden_layers : tuple of int
+            Layers whose hidden states are wanted.
+        """
+        import torch
+
+        inputs = {**inputs, self._cache_parameter: past, "use_cache": True, "return_dict": True}
         if "output_router_logits" in self._parameters:
             inputs["output_router_logits"] = False  # their loss would read a 4-D mask as a padding mask
         with torch.no_grad(), self._hidden_states(hidden_layers, inputs) as hidden_states:
             output = self.model(**inputs)
-        logits = output.logits
-        if last_only:
-            logits = logits[torch.arange(len(last), device=logits.device), self._sent(last)][:, None]
-        return TargetOutput(import_array(logits.contiguous()), hidden_states(output))
+        return output.logits, hidden_states(output)
+
+    @property
+    def _cache_parameter(self) -> str:
+        return "cache" if "cache" in self._parameters else "past_key_values"
 
     def _positions(self, positions: NDArray[Any]) -> NDArray[Any]:
         """Nodes that stand beyond a table of positions could not be committed: any position of it will do."""

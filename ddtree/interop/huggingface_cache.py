@@ -108,6 +108,12 @@ class ModelCache:
     like : torch.Tensor
         Any tensor of the model's type on its device.
 
+    Attributes
+    ----------
+    kernels : module
+        Who compacts the layers and makes masks on the model's device: :mod:`ddtree.reference` on the CPU, or
+        :mod:`ddtree.kernels.cupy`.
+
     Raises
     ------
     TypeError, ValueError
@@ -123,21 +129,26 @@ class ModelCache:
         self._table: tuple[Any, Any] = None, None  # what it was made of, and the table itself
         self._host_like = like.new_empty(0, device="cpu")
         self._xp = array_namespace(import_array(like))
-        self._kernels = importlib.import_module("ddtree.reference" if self._xp is np else "ddtree.kernels.cupy")
+        self.kernels = importlib.import_module("ddtree.reference" if self._xp is np else "ddtree.kernels.cupy")
 
     def view(self, requests: Sequence[int], prefix_lens: NDArray[np.int32], window: Any) -> CacheView:
         """The cache of ``requests`` alone, and of their prefixes alone."""
+        tree_row = self.arrange(requests, prefix_lens)
+        return CacheView(self, self._xp.asarray(prefix_lens), prefix_lens, tree_row)
+
+    def arrange(self, requests: Sequence[int], prefix_lens: NDArray[np.int32]) -> int:
+        """Keep ``requests`` alone, and their prefixes alone; return the row that every tree begins at."""
         if self.requests != list(requests):
             self._select([self.requests.index(request) for request in requests])
             self.requests = list(requests)
         tree_row = int(prefix_lens.max())
         self._crop(tree_row, int(prefix_lens.min()))
-        return CacheView(self, self._xp.asarray(prefix_lens), prefix_lens, tree_row)
+        return tree_row
 
     def compact(self, view: CacheView, acceptance: Acceptance) -> None:
         """Move the accepted rows of the pass over ``view`` up behind each prefix, in every layer, in place."""
         tree_rows = self._xp.full(len(view.host_prefix_lens), view.tree_row, np.int32)
-        self._kernels.compact_layers(self.table(), view.prefix_lens, tree_rows, acceptance)
+        self.kernels.compact_layers(self.table(), view.prefix_lens, tree_rows, acceptance)
 
     def table(self) -> Any:
         """Return what ``compact_layers`` takes; the same one as long as the layers are where they were."""
@@ -145,7 +156,7 @@ class ModelCache:
         made_of = (self._selections, len(layers), sum(getattr(layer, "moves", 0) for layer, _ in layers))
         if self._table[0] != made_of:
             parts = [(t, getattr(layer, "base", 0)) for layer, _ in layers for t in _storage(layer)]
-            make = importlib.import_module(f"{self._kernels.__name__}.compact_layers").layer_table
+            make = importlib.import_module(f"{self.kernels.__name__}.compact_layers").layer_table
             self._table = made_of, make([import_array(tensor) for tensor, _ in parts], [base for _, base in parts])
         return self._table[1]
 
@@ -183,7 +194,7 @@ class ModelCache:
         dropped = 0 if window is None else self.dropped
         columns = (view.tree_row + tree.num_slots if self.static is None else self.static) - dropped
         mask = self.like.new_empty((tree.batch_size, 1, tree.num_slots, columns))
-        self._kernels.tree_mask(
+        self.kernels.tree_mask(
             *(tree, view.prefix_lens, import_array(mask)), tree_row=view.tree_row, first_row=dropped, window=window
         )
         return mask
