@@ -314,9 +314,7 @@ class HuggingFaceTarget:
             logits = logits[torch.arange(len(last), device=logits.device), self._sent(last)][:, None]
         return TargetOutput(import_array(logits.contiguous()), hidden_states)
 
-    def run(
-        self, inputs: dict[str, Any], past: Any, hidden_layers: tuple[int, ...] = ()
-    ) -> tuple[Any, dict[int, Any]]:
+    def run(self, inputs: dict[str, Any], past: Any, hidden_layers: tuple[int, ...] = ()) -> tuple[Any, dict[int, Any]]:
         """Call the model, which appends keys to ``past``; return logits and hidden states, torch tensors.
 
         Parameters

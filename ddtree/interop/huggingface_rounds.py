@@ -7,13 +7,14 @@ second round. The host gives the drafter's answer and takes the tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree.arrays import dtype_name, export_array, import_array, to_numpy
+from ddtree.arrays import dtype_name, export_array, import_array
 from ddtree.backends import serving
 from ddtree.checks import INT32_MAX
 from ddtree.engine import Round
@@ -63,12 +64,20 @@ class DeviceRun(_Run):
         return np.ascontiguousarray(native) if isinstance(native, np.ndarray) else self._native(native)
 
     def _take(self, batch: _Batch, log_probs: Any, token_ids: Any) -> int:
-        """Check a draft, and put it where the tree is built from; return its candidates a depth."""
-        on_host = to_numpy(log_probs), to_numpy(token_ids)
-        if find_draft_fault(*on_host, self.engine.vocab_size)[0]:
-            self._likeliest_tree(self._native(log_probs), self._native(token_ids), batch.roots, 0)  # names the fault
+        """Put a draft where the tree is built from; return its candidates a depth."""
+        if isinstance(log_probs, np.ndarray) and isinstance(token_ids, np.ndarray):
+            if find_draft_fault(log_probs, token_ids, self.engine.vocab_size)[0]:
+                self._refuse(batch, log_probs, token_ids)
+        else:  # it is checked where it lies, and what was found is read with the rest
+            log_probs, token_ids = self._native(log_probs), self._native(token_ids)
+            batch.refuse = functools.partial(self._refuse, batch, log_probs, token_ids)
         batch.take(log_probs, token_ids)
         return int(log_probs.shape[2])
+
+    def _refuse(self, batch: _Batch, log_probs: Any, token_ids: Any) -> None:
+        """Raise what is wrong with a draft, naming drafter and request."""
+        self._likeliest_tree(self._native(log_probs), self._native(token_ids), batch.roots, 0)
+        raise AssertionError("a draft was found at fault, and its check finds nothing")
 
     def _shown(self, hidden: dict[int, Any], batch: _Batch, kept: Acceptance) -> list[dict[int, Any]]:
         """The hidden states of each request's kept nodes."""
@@ -87,6 +96,7 @@ class _Built(NamedTuple):
     tree: DraftTree
     inputs: dict[str, Any]
     positions: Any
+    fault: Any
     end: int
 
 
@@ -116,6 +126,7 @@ class _Batch:
         self._build = _Replay(self._built, self.on_gpu)
         self._accept = _Replay(self._accepted, self.on_gpu)
         self._table: Any = None
+        self.refuse: Callable[[], None] | None = None
         self._kept: Acceptance
         self._width = 0
 
@@ -132,8 +143,10 @@ class _Batch:
         to = [self._draft.on_host(a) if host else a for a in (self.log_probs, self.token_ids)]
         if k < self._width:
             to[0][:, :, k:] = -np.inf
-        to[0][:, :, :k] = log_probs if host else self.run._native(log_probs)
-        to[1][:, :, :k] = token_ids if host else self.run._native(token_ids)
+        if not host and dtype_name(token_ids) == "int64":  # no id that 32 bits would change may pass for another one
+            token_ids = token_ids.clip(-1, INT32_MAX)
+        to[0][:, :, :k] = log_probs
+        to[1][:, :, :k] = token_ids
         self._width = k
         if host:
             self._draft.send()
@@ -150,11 +163,13 @@ class _Batch:
             most = INT32_MAX if target.max_context is None else target.max_context - 1  # type: ignore[union-attr]
             sizes = {"vocab_size": target.vocab_size, "max_position": most}
             input_ids, position_ids = self.run.cache.kernels.tree_inputs(tree, self.prefix_lens, **sizes)
+            fault = self.run.cache.kernels.find_draft_fault(self.log_probs, self.token_ids, target.vocab_size)
             positions = None
             if self.run.sampling["temperature"] > 0:
                 positions = self.ops["tree_positions"](tree.depths, self.prefix_lens)
         exported = [export_array(a, self.run.cache.like) for a in (input_ids, position_ids)]
-        return _Built(tree, dict(zip(("input_ids", "position_ids"), exported, strict=True)), positions, self._results.used)
+        inputs = dict(zip(("input_ids", "position_ids"), exported, strict=True))
+        return _Built(tree, inputs, positions, fault, self._results.used)
 
     def choose(self, logits: Any) -> None:
         """Choose the token after each slot."""
@@ -174,6 +189,8 @@ class _Batch:
             import cupy
 
             cupy.cuda.get_current_stream().synchronize()
+            if self.refuse is not None and int(self._results.on_host(self._made.fault)[0]) != -1:
+                self.refuse()
         tree, kept = self._made.tree, self._kept
         fields = (tree.token_ids, tree.parents, tree.depths, tree.ranks, tree.scores, tree.node_counts)
         path = (kept.node_indices, kept.lengths, kept.bonus_token_ids, kept.finished)

@@ -27,7 +27,7 @@ class LayerTable(NamedTuple):
 
 
 def layer_table(arrays: Sequence[Any], first_rows: Sequence[int]) -> LayerTable:
-    """Describe arrays to :func:`compact_layers`, by one copy to the device. See :func:`ddtree.reference.layer_table`."""
+    """Describe arrays to ``compact_layers``, by one copy to the device. See :func:`ddtree.reference.layer_table`."""
     entries = np.empty((len(arrays), 7), np.int64)
     alignment = 16
     for entry, array, first in zip(entries, arrays, first_rows, strict=True):

@@ -38,6 +38,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "choose_tokens": ("--fmad=false",),
     "compact_cache": (),
     "compact_layers": (),
+    "find_draft_fault": (),
     "linear": (),
     "moe_experts": (),
     "rms_norm": (),
