@@ -244,7 +244,7 @@ def measure_on_gpu(
 
 
 def _parts(decoder: DDTreeDecoder, prompt: Any, new_tokens: int) -> tuple[float, float, float]:
-    """Microseconds of a round inside the forward, outside, and in the drafter: medians of rounds but the first three."""
+    """Microseconds of a round inside the forward, outside, and in the drafter: medians, but of the first rounds."""
     import torch
 
     model, draft = decoder.target.model, decoder.drafter
