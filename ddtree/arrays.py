@@ -34,6 +34,7 @@ __all__ = [
     "import_array",
     "to_numpy",
     "use_stream_of",
+    "wait_for",
 ]
 
 ArrayKind = Literal["numpy", "cupy", "torch", "dlpack"]
@@ -145,6 +146,9 @@ def current_stream(array: Any) -> int | None:
 
 
 def _cupy() -> Any:
+    loaded = sys.modules.get("cupy")
+    if loaded is not None:
+        return loaded
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
@@ -288,6 +292,13 @@ def to_numpy(array: Any) -> np.ndarray[Any, Any]:
         return native if isinstance(native, np.ndarray) else np.asarray(native.get())
 
 
+def wait_for(array: Any) -> None:
+    """Wait for all work on the stream that ``array``'s library works on now; nothing on the CPU."""
+    if device_of(array).type == "cuda":
+        with use_stream_of(array):
+            _cupy().cuda.get_current_stream().synchronize()
+
+
 def use_stream_of(array: Any) -> AbstractContextManager[None]:
     """Make CuPy work on ``array``'s device and on the stream that its library works on now; nothing on the CPU.
 
@@ -299,20 +310,36 @@ def use_stream_of(array: Any) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
     if array_kind(array) != "torch":  # CuPy's own stream is the one it works on already
         return _cupy().cuda.Device(device.number)  # type: ignore[no-any-return]
-    return _on_torchs_stream(device.number, current_stream(array) or 0)
+    return _OnTorchsStream(device.number, current_stream(array) or 0)
 
 
-@contextlib.contextmanager
-def _on_torchs_stream(number: int, handle: int) -> Iterator[None]:
-    cuda, torch = _cupy().cuda, sys.modules["torch"]
-    with contextlib.ExitStack() as stack:
-        if cuda.runtime.getDevice() != number:
-            stack.enter_context(cuda.Device(number))
-        stack.enter_context(_stream(handle, number))
-        stack.enter_context(cuda.using_allocator(_TorchMemory(number)))
-        if torch.cuda.is_current_stream_capturing():
-            stack.enter_context(_relaxed_capture())
-        yield
+class _OnTorchsStream:
+    """CuPy on a device and stream of torch's, and in its memory. Written out: each operation enters it."""
+
+    __slots__ = ("_contexts", "handle", "number")
+
+    def __init__(self, number: int, handle: int) -> None:
+        self.number, self.handle = number, handle
+
+    def __enter__(self) -> None:
+        cuda = _cupy().cuda
+        contexts = [_stream(self.handle, self.number), cuda.using_allocator(_TorchMemory(self.number))]
+        if cuda.runtime.getDevice() != self.number:
+            contexts.insert(0, cuda.Device(self.number))
+        if sys.modules["torch"].cuda.is_current_stream_capturing():
+            contexts.append(_relaxed_capture())
+        self._contexts: list[Any] = []
+        try:
+            for context in contexts:
+                context.__enter__()
+                self._contexts.append(context)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        while self._contexts:
+            self._contexts.pop().__exit__(None, None, None)
 
 
 @functools.lru_cache(maxsize=64)

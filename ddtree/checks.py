@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ddtree.arrays import (
     Device,
+    array_kind,
     array_namespace,
     device_of,
     dtype_name,
@@ -23,6 +24,7 @@ from ddtree.arrays import (
     import_array,
     to_numpy,
     use_stream_of,
+    wait_for,
 )
 from ddtree.backends import Backend, select_backend
 from ddtree.trees import Acceptance, DraftTree
@@ -60,6 +62,7 @@ class Call:
         record: DraftTree | Acceptance | None = None,
     ) -> None:
         self.dims: dict[str, int] = {}
+        self._converted: dict[str, str] = {}
         self.op = op
         expected = Acceptance if op == "compact_cache" else DraftTree
         self._record_name = "acceptance" if op == "compact_cache" else "tree"
@@ -139,9 +142,13 @@ class Call:
             )
 
     def validates(self, validate: bool | None) -> bool:
+        """Whether values are to be checked; if so they may be read."""
         if validate is not None and not isinstance(validate, bool | np.bool_):
             raise TypeError(f"validate must be True, False or None, got {type(validate).__name__}")
-        return self.device.type == "cpu" if validate is None else bool(validate)
+        checked = self.device.type == "cpu" if validate is None else bool(validate)
+        if checked and array_kind(self.like) == "torch":  # what follows reads on a stream of CuPy's
+            wait_for(self.like)
+        return checked
 
     def check_range(self, name: str, low: int, high: int, where: Any = True) -> None:
         array = to_numpy(self.arrays[name])
@@ -152,19 +159,24 @@ class Call:
             raise ValueError(f"{name}[{index}] must be in {low} … {high}, got {int(array[place])}")
 
     def narrow(self, *names: str) -> None:
-        """Make int64 arrays int32, which every backend takes."""
-        for name in names:
-            if dtype_name(self.arrays[name]) == "int64":
-                self.arrays[name] = self.arrays[name].astype(np.int32)
+        """Have int64 arrays made int32, which every backend takes, as part of the call's work."""
+        self._converted |= dict.fromkeys(names, "int32")
+
+    def widen(self, name: str) -> None:
+        """Have an int32 array made int64, as part of the call's work."""
+        self._converted[name] = "int64"
 
     def run(self, launch: Callable[[Callable[..., Any]], Any]) -> Any:
         """Let the backend work, on the caller's stream, and return what it gives as the caller's kind of array."""
         op = self.backend.op(self.op)
-        if self.backend.array_kind == "torch":
-            torch_like = _torch_like(self.device)
-            self.arrays = {name: export_array(array, torch_like) for name, array in self.arrays.items()}
-            self.record = self.record and _map_record(self.record, lambda a: export_array(a, torch_like))
         with use_stream_of(self.like):
+            for name, dtype in self._converted.items():
+                if dtype_name(self.arrays[name]) != dtype:
+                    self.arrays[name] = self.arrays[name].astype(dtype)
+            if self.backend.array_kind == "torch":
+                torch_like = _torch_like(self.device)
+                self.arrays = {name: export_array(array, torch_like) for name, array in self.arrays.items()}
+                self.record = self.record and _map_record(self.record, lambda a: export_array(a, torch_like))
             result = launch(op)
             return _map_result(result, lambda a: export_array(import_array(a), self.like))
 

@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.resources
 import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,7 @@ def _multiprocessors(device: int) -> int:
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     """Return a new array on the current device with anything in it."""
-    return _cupy().empty(shape, dtype)
+    return _cupy().ndarray(shape, dtype)
 
 
 def contiguous(array: Any, dtype: Any = None) -> Any:
@@ -154,4 +155,4 @@ def suffix_of(array: Any) -> str:
 
 
 def _cupy() -> Any:
-    return importlib.import_module("cupy")
+    return sys.modules.get("cupy") or importlib.import_module("cupy")

@@ -2,6 +2,8 @@
 
 import functools
 import importlib
+import warnings
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -26,6 +28,18 @@ SLEEP = 400_000_000
 def torch():
     gpu_library("cupy")
     return gpu_library("torch")
+
+
+@contextmanager
+def no_waits(torch):
+    """Have what torch knows to wait for the GPU raise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that it does not know of everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # Operations
@@ -159,15 +173,12 @@ def test_an_operation_is_on_torchs_stream_and_waits_for_nothing(torch, name):
     with torch.cuda.stream(side):
         called(name, tensors)  # loads the kernels
         side.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits(torch):
             torch.cuda._sleep(SLEEP)
             slept = torch.cuda.Event()
             slept.record()
             results = called(name, again)
             assert not slept.query(), f"{name} waited for the GPU"
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     side.synchronize()
     assert_right(name, torch, results, 1)
 
@@ -436,14 +447,11 @@ def test_a_round_waits_for_the_gpu_once(torch, monkeypatch):
     stream = decoder.stream(PROMPTS[:1], NEW)
     tokens = list(next(stream).token_ids)  # the prefill
     tokens += list(next(stream).token_ids)  # the first round, which makes what the others use
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        waits.clear()
+    waits.clear()
+    with no_waits(torch):
         for emission in stream:
             tokens += list(emission.token_ids)
             seen.append(len(waits))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert tokens == expected("llama")[0]
     assert seen == list(range(1, len(seen) + 1))
 
