@@ -14,10 +14,9 @@ __all__ = ["tree_mask"]
 def tree_mask(
     tree: DraftTree,
     prefix_lens: NDArray[np.int32],
+    geometry: NDArray[np.int64],
     out: NDArray[Any],
     *,
-    tree_row: int,
-    first_row: int = 0,
     window: int | None = None,
 ) -> None:
     """Write 0 where a node sees a cache row and the type's least number elsewhere.
@@ -31,20 +30,21 @@ def tree_mask(
         The trees. An unused slot sees what the root sees: a row of nothing has no softmax.
     prefix_lens : array, int32, shape (B,)
         Committed rows of each request, at most ``tree_row``.
-    out : array, float16, bfloat16, float32 or float64, shape (B, 1, N, columns)
-        Written in full.
-    tree_row : int
-        Row of every root.
-    first_row : int
-        Row of the first column.
+    geometry : array, int64, shape (3,)
+        ``tree_row``, ``first_row`` and the number of columns.
+    out : array, float16, bfloat16, float32 or float64, shape (size,)
+        The mask (B, 1, N, columns) is written to its beginning; what is behind stays. It is as long as the widest one
+        that is asked for.
     window : int, optional
         Of a sliding window: a node at position p sees none at p − ``window`` or before.
     """
-    N, columns = out.shape[2:]
+    tree_row, first_row, columns = geometry.tolist()
+    B, N = tree.parents.shape
+    mask = out[: B * N * columns].reshape(B, N, columns)
     rows = first_row + np.arange(columns)
     nodes = rows - tree_row
     behind = (nodes >= 0) & (nodes < N)
-    out.fill(ml_dtypes.finfo(out.dtype).min)  # type: ignore[no-untyped-call]
+    mask.fill(ml_dtypes.finfo(out.dtype).min)  # type: ignore[no-untyped-call]
     for b, visible in enumerate(tree.visibility):
         slots = np.where(np.arange(N) < tree.node_counts[b], np.arange(N), 0)
         depths, prefix = tree.depths[b], int(prefix_lens[b])
@@ -53,4 +53,4 @@ def tree_mask(
         if window is not None:
             positions = np.where(behind, prefix + depths[np.where(behind, nodes, 0)], rows)
             seen &= positions > (prefix + depths[slots] - window)[:, None]
-        out[b, 0][seen] = 0
+        mask[b][seen] = 0

@@ -490,9 +490,9 @@ class _Run:
 
     def _draft(self, roots: Any) -> tuple[Any, Any]:
         """Ask the drafter, and see that its answer is a draft of these requests and no larger than asked for."""
-        requests, (depth, _, topk) = list(self.active), self.plan[:3]
+        requests = list(self.active)
         if self.drafter is None:
-            shape = (len(requests), depth, 1)
+            shape = (len(requests), self.plan.depth, 1)
             return self.xp.full(shape, -np.inf, np.float32), self.xp.full(shape, -1, np.int32)
         context = DraftContext(
             request_ids=list(requests),
@@ -502,8 +502,18 @@ class _Run:
             began=self.began,
             ended=self.ended,
         )
-        draft = self.drafter(context, depth, topk)
+        return self._checked(self._answer(context))
+
+    def _answer(self, context: DraftContext) -> Any:
+        """Ask the drafter."""
+        assert self.drafter is not None
+        draft = self.drafter(context, self.plan.depth, self.plan.topk)
         self.began, self.ended = [], []
+        return draft
+
+    def _checked(self, draft: Any) -> tuple[Any, Any]:
+        """See that a drafter's answer is of the form of a draft, and no larger than asked for."""
+        requests, (depth, _, topk) = self.active, self.plan[:3]
         name = f"drafter {_name(self.drafter)}"
         if not isinstance(draft, tuple | list) or len(draft) != 2:
             raise TypeError(f"{name} must return (log_probs, token_ids), got {type(draft).__name__}")
@@ -603,6 +613,13 @@ class _Run:
         """``array`` as the kind that the target's cache is, C-contiguous."""
         array = to_numpy(array) if self.xp is np else self.xp.asarray(import_array(array))
         return self.xp.ascontiguousarray(array)
+
+    def _clock(self, stage: str = "", since: float = 0.0) -> float:
+        """The time; what has passed since another counts for ``stage``."""
+        now = time.perf_counter()
+        if stage:
+            self.seconds[stage] += now - since
+        return now
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

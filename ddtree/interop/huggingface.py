@@ -260,9 +260,13 @@ class HuggingFaceTarget:
     """
 
     def __init__(self, model: Any, *, cache: str | Callable[[int], Any] = "dynamic") -> None:
-        _imported()
+        self._no_grad = _imported().no_grad
         self.model = model
         self._parameters = _checked_forward(model)
+        self._cache_parameter = "cache" if "cache" in self._parameters else "past_key_values"
+        self._constants: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        if "output_router_logits" in self._parameters:
+            self._constants["output_router_logits"] = False  # their loss would read a 4-D mask as a padding mask
         self.config = model.config.get_text_config(decoder=True)
         self._check_state()
         _check_placement(model)
@@ -326,18 +330,13 @@ class HuggingFaceTarget:
         hidden_layers : tuple of int
             Layers whose hidden states are wanted.
         """
-        import torch
-
-        inputs = {**inputs, self._cache_parameter: past, "use_cache": True, "return_dict": True}
-        if "output_router_logits" in self._parameters:
-            inputs["output_router_logits"] = False  # their loss would read a 4-D mask as a padding mask
-        with torch.no_grad(), self._hidden_states(hidden_layers, inputs) as hidden_states:
+        inputs = {**inputs, self._cache_parameter: past, **self._constants}
+        if not hidden_layers:
+            with self._no_grad():
+                return self.model(**inputs).logits, {}
+        with self._no_grad(), self._hidden_states(hidden_layers, inputs) as hidden_states:
             output = self.model(**inputs)
         return output.logits, hidden_states(output)
-
-    @property
-    def _cache_parameter(self) -> str:
-        return "cache" if "cache" in self._parameters else "past_key_values"
 
     def _positions(self, positions: NDArray[Any]) -> NDArray[Any]:
         """Nodes that stand beyond a table of positions could not be committed: any position of it will do."""
@@ -432,14 +431,16 @@ class HuggingFaceTarget:
         return float(np.abs(got - wanted).max()), float(allowed)
 
 
-def _imported() -> None:
+def _imported() -> Any:
+    """Return torch; transformers can be imported, too."""
     try:
-        import torch  # noqa: F401
+        import torch
         import transformers  # noqa: F401
     except ImportError as error:
         raise ImportError(
             f"DDTreeDecoder needs torch and transformers ({error}): pip install 'ddtree[huggingface]'"
         ) from error
+    return torch
 
 
 def _checked_forward(model: Any) -> frozenset[str]:

@@ -7,7 +7,6 @@ between a request's prefix and its tree is left from former passes, finite, and 
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,6 +112,8 @@ class ModelCache:
     kernels : module
         Who compacts the layers and makes masks on the model's device: :mod:`ddtree.reference` on the CPU, or
         :mod:`ddtree.kernels.cupy`.
+    mask_kinds : list of LayerKind
+        Those that have a mask of their own.
 
     Raises
     ------
@@ -123,8 +124,12 @@ class ModelCache:
     def __init__(self, past: Any, kinds: list[LayerKind], requests: int, rows: int, like: Any) -> None:
         self.past, self.kinds, self.like = past, kinds, like
         self.requests = list(range(requests))
-        self.static = _adopt(past, rows)
+        self.rows = rows
+        self.mask_kinds = list(dict.fromkeys(kinds))
+        self.static, self._places = _adopt(past, kinds, rows)
         self.dropped = 0  # rows that the windowed layers no longer hold
+        self._window = max((kind.window for kind in kinds if kind.window is not None), default=None)
+        self._counts: Any = None  # of static layers, all of them
         self._selections = 0
         self._table: tuple[Any, Any] = None, None  # what it was made of, and the table itself
         self._host_like = like.new_empty(0, device="cpu")
@@ -168,7 +173,7 @@ class ModelCache:
 
         An unused slot sees what the root sees: its keys are finite, and so is what they are multiplied by 0 with.
         """
-        masks = {kind.name: self._mask(tree, view, kind) for kind in dict.fromkeys(self.kinds)}
+        masks = {kind.name: self._mask(tree, view, kind) for kind in self.mask_kinds}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _mask(self, tree: DraftTree, view: CacheView, kind: LayerKind) -> Any:
@@ -185,19 +190,16 @@ class ModelCache:
         seen = np.ascontiguousarray(mask[..., self.dropped if kind.window is not None else 0 :])
         return export_array(seen, self._host_like).to(self.like.device)
 
-    def device_masks(self, tree: DraftTree, view: CacheView) -> Any:
-        """Return what :meth:`masks` does of a tree on the model's device, made there."""
-        masks = {kind.name: self._device_mask(tree, view, kind.window) for kind in dict.fromkeys(self.kinds)}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+    def geometry(self, slots: int, tree_row: int) -> list[tuple[int, int, int]]:
+        """Return each kind of mask's place, as ``tree_mask`` takes it: of trees of so many slots at ``tree_row``."""
+        columns = tree_row + slots if self.static is None else self.static
+        firsts = [0 if kind.window is None else self.dropped for kind in self.mask_kinds]
+        return [(tree_row, first, columns - first) for first in firsts]
 
-    def _device_mask(self, tree: DraftTree, view: CacheView, window: int | None) -> Any:
-        dropped = 0 if window is None else self.dropped
-        columns = (view.tree_row + tree.num_slots if self.static is None else self.static) - dropped
-        mask = self.like.new_empty((tree.batch_size, 1, tree.num_slots, columns))
-        self.kernels.tree_mask(
-            *(tree, view.prefix_lens, import_array(mask)), tree_row=view.tree_row, first_row=dropped, window=window
-        )
-        return mask
+    @property
+    def most_columns(self) -> int:
+        """The most columns of a mask."""
+        return self.rows if self.static is None else self.static
 
     def _layers(self) -> list[tuple[Any, LayerKind]]:
         """Each layer that holds keys, and its kind; they are made in the first pass, where not before."""
@@ -217,20 +219,28 @@ class ModelCache:
 
     def _crop(self, rows: int, shortest: int) -> None:
         """Keep the first ``rows`` rows, less those that no position from ``shortest`` on has in its window."""
-        layers = self._layers()
         if self.static is not None:
+            self._count(rows)
+            return
+        if self._window is not None and rows > 0:
+            self.dropped = max(self.dropped, shortest - self._window + 1)
+        full, windowed = self._places
+        full.rows = windowed.rows = rows
+        windowed.first = self.dropped
+
+    def _count(self, rows: int) -> None:
+        """Tell static layers how many rows they hold, by one launch: their counts are made to lie side by side."""
+        layers = self._layers()
+        if not layers:
+            return
+        if self._counts is None:
             import torch
 
-            counts = [layer.cumulative_length for layer, _ in layers]
-            if counts:  # one launch for all
-                torch._foreach_zero_(counts)
-                torch._foreach_add_(counts, rows)
-            return
-        windows = [kind.window for kind in self.kinds if kind.window is not None]
-        drop = max(self.dropped, shortest - max(windows) + 1) if windows else 0
-        for layer, kind in layers:
-            layer.rows, layer.first = rows, drop if kind.window is not None else 0
-        self.dropped = drop if layers else 0
+            self._counts = torch.zeros(len(layers), dtype=layers[0][0].cumulative_length.dtype, device=self.like.device)
+            for i, (layer, _) in enumerate(layers):
+                layer.cumulative_length = self._counts[i]
+                torch._dynamo.mark_static_address(layer.cumulative_length)  # as the layer had it, for compiled models
+        self._counts.fill_(rows)
 
 
 def _storage(layer: Any) -> tuple[Any, Any]:
@@ -239,9 +249,14 @@ def _storage(layer: Any) -> tuple[Any, Any]:
     return (layer.keys, layer.values) if held is None else held
 
 
-def _adopt(cache: Any, rows: int) -> int | None:
-    """See that a cache can be compacted, and make its layers keep their keys; return a static cache's rows."""
+def _adopt(cache: Any, kinds: list[LayerKind], rows: int) -> tuple[int | None, tuple[Any, Any]]:
+    """See that a cache can be compacted, and make its layers keep their keys.
+
+    Returns a static cache's rows, and the places of a dynamic one's layers: of the full ones and of the windowed ones.
+    """
     from transformers import cache_utils
+
+    from ddtree.interop.huggingface_layers import Place, RowsLayer
 
     name = type(cache).__name__
     if not isinstance(cache, cache_utils.Cache):
@@ -257,8 +272,8 @@ def _adopt(cache: Any, rows: int) -> int | None:
     for i, layer in enumerate(cache.layers):
         if type(layer) is cache_utils.StaticSlidingWindowLayer:
             cache.layers[i] = cache_utils.StaticLayer(max_cache_len=columns)
-    windowed = cache_utils.DynamicSlidingWindowLayer
-    classes = {cache_utils.DynamicLayer if type(layer) is windowed else type(layer) for layer in cache.layers} - {dummy}
+    sliding = cache_utils.DynamicSlidingWindowLayer
+    classes = {cache_utils.DynamicLayer if type(layer) is sliding else type(layer) for layer in cache.layers} - {dummy}
     classes |= {made} if made is not None else set()
     if classes not in ({cache_utils.DynamicLayer}, {cache_utils.StaticLayer}):
         wrong = sorted(c.__name__ for c in classes - {cache_utils.DynamicLayer, cache_utils.StaticLayer})
@@ -270,16 +285,18 @@ def _adopt(cache: Any, rows: int) -> int | None:
         layer.keys is not None and int(layer.get_seq_length()) for layer in cache.layers if type(layer) is not dummy
     ):
         raise ValueError(f"cache must be empty, got a {name} in use: make a new one in each call")
+    full, windowed = places = Place(), Place()
     if classes == {cache_utils.DynamicLayer}:
-        from ddtree.interop.huggingface_layers import RowsLayer
-
-        cache.layers[:] = [layer if type(layer) is dummy else RowsLayer(rows) for layer in cache.layers]
-        if made is not None:
-            cache.layer_class_to_replicate = functools.partial(RowsLayer, rows)
-        return None
+        layers = [RowsLayer(full if kind.window is None else windowed, rows) for kind in kinds]
+        if made is None:
+            pairs = zip(cache.layers, layers, strict=False)
+            cache.layers[:] = [layer if type(layer) is dummy else own for layer, own in pairs]
+        else:  # it makes its layers in the first pass
+            cache.layer_class_to_replicate = lambda: layers[len(cache.layers)]
+        return None, places
     if min([columns, *static]) < columns:
         raise ValueError(
             f"cache must hold {columns} rows, the longest request and its tree, got a {name} of {min(static)}: make it "
             "of the number of rows that it is called with"
         )
-    return columns
+    return columns, places

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree.arrays import array_namespace
 
-__all__ = ["DeviceMirror", "HostMirror", "new_mirror"]
+__all__ = ["DeviceMirror", "HostMirror", "Where", "looked_at", "mirror_size", "new_mirror"]
 
+Where: TypeAlias = "NDArray[Any] | tuple[tuple[int, ...], np.dtype[Any], int]"
+"""Of an array: itself, or its shape, type and first byte."""
 ALIGNMENT = 256
 """Bytes that an array begins at a multiple of."""
 
@@ -50,9 +52,13 @@ class HostMirror:
     def fetch(self) -> None:
         """Nothing."""
 
-    def read(self, *arrays: NDArray[Any]) -> list[NDArray[Any]]:
-        """The arrays."""
-        return list(arrays)
+    def where(self, array: NDArray[Any]) -> Where:
+        """The array."""
+        return array
+
+    def taken(self) -> NDArray[np.uint8] | None:
+        """Nothing."""
+        return None
 
 
 class DeviceMirror:
@@ -95,7 +101,7 @@ class DeviceMirror:
 
     def on_host(self, array: Any) -> NDArray[Any]:
         """The same array in the pinned memory."""
-        return self._seen(array, self._host)
+        return looked_at(self.where(array), self._host)
 
     def send(self) -> None:
         """Copy what is in the pinned memory to the device."""
@@ -105,13 +111,21 @@ class DeviceMirror:
         """Copy what is on the device to the pinned memory."""
         self._copy(self._pinned.ptr, self._device.ptr, self._cuda.runtime.memcpyDeviceToHost)
 
-    def read(self, *arrays: Any) -> list[NDArray[Any]]:
-        """Return arrays that were fetched, and have arrived, in memory of their own."""
-        data = self._host[: self.used].copy()
-        return [self._seen(array, data) for array in arrays]
+    def where(self, array: Any) -> Where:
+        """Return what :func:`looked_at` finds an array by, without the memory that it is in."""
+        return array.shape, array.dtype, array.data.ptr - self._device.ptr
 
-    def _seen(self, array: Any, data: NDArray[np.uint8]) -> NDArray[Any]:
-        return np.ndarray(array.shape, array.dtype, data, array.data.ptr - self._device.ptr)  # type: ignore[arg-type]
+    def taken(self) -> NDArray[np.uint8]:
+        """Return a copy of what was fetched last."""
+        return self._host[: self.used].copy()
 
     def _copy(self, to: int, of: int, kind: int) -> None:
         self._cuda.runtime.memcpyAsync(to, of, self.used, kind, self._cuda.get_current_stream().ptr)
+
+
+def looked_at(where: Where, data: NDArray[np.uint8] | None) -> NDArray[Any]:
+    """Return an array that was fetched, in the bytes that ``taken`` returned."""
+    if isinstance(where, np.ndarray):
+        return where
+    shape, dtype, begin = where
+    return np.ndarray(shape, dtype, data, begin)

@@ -1,12 +1,13 @@
 // The mask of a tree behind its prefix: 0 where a node sees a cache row, the type's least number elsewhere.
 //
-// A block has COLUMNS columns of one slot's row; column c stands for row first_row + c. A request's committed tokens are
-// rows [0, prefix_len), node j is row tree_row + j, and what lies between is seen by none. An unused slot sees what the
-// root sees. A window of 2^62 is none.
+// A block has COLUMNS columns of one slot's row, of which there are as many as memory has room for; column c stands for
+// row first_row + c. A request's committed tokens are rows [0, prefix_len), node j is row tree_row + j, and what lies
+// between is seen by none. An unused slot sees what the root sees. A window of 2^62 is none.
 //
 //   visibility_words           uint32 (B, N, W)
 //   depths                     int32 (B, N)
 //   node_counts, prefix_lens   int32 (B)
+//   geometry                   int64 (3)         tree_row, first_row, columns
 //   mask                       (B, N, columns)   written in full
 #include "floats.cuh"
 
@@ -22,9 +23,10 @@ template <> __device__ __forceinline__ double least<double>() { return __longlon
 template <typename T>
 __device__ __forceinline__ void fill_mask(
     const uint32* __restrict__ visibility_words, const int32* __restrict__ depths,
-    const int32* __restrict__ node_counts, const int32* __restrict__ prefix_lens, T* __restrict__ mask, int32 N,
-    int64 columns, int64 tree_row, int64 first_row, int64 window)
+    const int32* __restrict__ node_counts, const int32* __restrict__ prefix_lens, const int64* __restrict__ geometry,
+    T* __restrict__ mask, int32 N, int64 window)
 {
+    const int64 tree_row = geometry[0], first_row = geometry[1], columns = geometry[2];
     const int64 slot = blockIdx.x, b = slot / N;
     const int32 words = (N + 31) / 32;
     const int64 node = slot - b * N < node_counts[b] ? slot : b * N;
@@ -45,10 +47,9 @@ __device__ __forceinline__ void fill_mask(
 #define FILL_MASK(name, T)                                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS) name(                                                     \
         const uint32* visibility_words, const int32* depths, const int32* node_counts, const int32* prefix_lens,    \
-        T* mask, int32 N, int64 columns, int64 tree_row, int64 first_row, int64 window)                             \
+        const int64* geometry, T* mask, int32 N, int64 window)                                                      \
     {                                                                                                               \
-        fill_mask(                                                                                                  \
-            visibility_words, depths, node_counts, prefix_lens, mask, N, columns, tree_row, first_row, window);     \
+        fill_mask(visibility_words, depths, node_counts, prefix_lens, geometry, mask, N, window);                   \
     }
 
 FILL_MASK(fill_mask_f16, __half)

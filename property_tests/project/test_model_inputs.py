@@ -47,9 +47,11 @@ def test_a_mask_is_what_the_layouts_make_of_the_tree(case, window, dtype, more, 
     for b, n in enumerate(tree.node_counts):
         wanted[b, 0, n:] = wanted[b, 0, 0]
     first = min(first, columns - 1)
-    out = np.full(wanted[..., first:].shape, 7, dtype)
-    reference.tree_mask(tree, prefix_lens, out, tree_row=tree_row, first_row=first, window=window)
-    assert_same(out, np.ascontiguousarray(wanted[..., first:]))
+    wanted = np.ascontiguousarray(wanted[..., first:])
+    out = np.full(wanted.size + 9, 7, dtype)
+    reference.tree_mask(tree, prefix_lens, np.array([tree_row, first, columns - first]), out, window=window)
+    assert_same(out[: wanted.size].reshape(wanted.shape), wanted)
+    assert (out[wanted.size :] == 7).all()
 
 
 def test_inputs_are_tokens_and_positions_and_an_unused_slot_is_the_root():
@@ -126,11 +128,10 @@ def check_inputs_and_masks(cp, case, window, dtype, first, limit):
     tree, prefix_lens, tree_row = case
     sent = on_gpu(cp, tree), cp.asarray(prefix_lens)
     for columns in (tree_row + tree.num_slots, tree_row + tree.num_slots + 2000):
-        wanted = np.full((tree.batch_size, 1, tree.num_slots, columns), 7, dtype)
-        options = {"tree_row": tree_row, "first_row": first, "window": window}
-        out = cp.asarray(wanted)
-        reference.tree_mask(tree, prefix_lens, wanted, **options)
-        kernels.tree_mask(*sent, out, **options)
+        wanted = np.full(tree.batch_size * tree.num_slots * (columns + 3), 7, dtype)
+        geometry, out = np.array([tree_row, first, columns]), cp.asarray(wanted)
+        reference.tree_mask(tree, prefix_lens, geometry, wanted, window=window)
+        kernels.tree_mask(*sent, cp.asarray(geometry), out, window=window)
         assert_same(out.get(), wanted)
     sizes = {"vocab_size": 30, "max_position": limit}
     for got, expected in zip(
