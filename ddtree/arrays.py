@@ -227,9 +227,9 @@ def _is_plain(tensor: Any) -> bool:
 def _numpy_type(dtype: Any) -> np.dtype[Any] | None:
     name = _name_of(dtype)
     if name == "bfloat16":
-        from ml_dtypes import bfloat16
+        import ml_dtypes
 
-        return np.dtype(bfloat16)
+        return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name) if re.fullmatch(r"bool|u?int\d+|float(16|32|64)", name) else None
 
 

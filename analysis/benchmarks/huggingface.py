@@ -163,7 +163,7 @@ class OnTheGpu(NamedTuple):
     drafting: float
 
 
-def random_deepseek(*, dtype: str = "bfloat16", device: str = "cuda", **sizes: int) -> Any:
+def random_deepseek(sizes: dict[str, int], *, dtype: str = "bfloat16", device: str = "cuda") -> Any:
     """A model of DeepSeek-V3's form with random weights."""
     import torch
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -240,7 +240,7 @@ def measure_on_gpu(
     if drafter == "repeating":
         decoder = DDTreeDecoder(model, Repeating(model, depth, budget), depth=depth, budget=budget)
     assert result is not None
-    return OnTheGpu(*rates, result.tau, *_parts(decoder, prompt, new_tokens))
+    return OnTheGpu(rates[0], rates[1], rates[2], result.tau, *_parts(decoder, prompt, new_tokens))
 
 
 def _parts(decoder: DDTreeDecoder, prompt: Any, new_tokens: int) -> tuple[float, float, float]:
@@ -318,7 +318,7 @@ def _table_on_gpu(budget: int) -> Any:
     )
     kinds = [(n, t, d) for n in DEEPSEEK_SIZES for t in ("float32", "bfloat16") for d in ("oracle", "repeating")]
     for name, dtype, drafter in track(kinds, "decoding"):
-        share = measure_on_gpu(random_deepseek(dtype=dtype, **DEEPSEEK_SIZES[name]), budget=budget, drafter=drafter)
+        share = measure_on_gpu(random_deepseek(DEEPSEEK_SIZES[name], dtype=dtype), budget=budget, drafter=drafter)
         figures = (share.generate, share.one_by_one, share.tree, share.tau, share.inside, share.outside, share.drafting)
         table.add_row(
             name, dtype, drafter, *(f"{figure:,.2f}" if figure < 10 else f"{figure:,.0f}" for figure in figures)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,12 @@ from ddtree.engine import Round
 from ddtree.engine.engine import _Run
 from ddtree.interop.huggingface_cache import ModelCache
 from ddtree.interop.mirror import Where, looked_at, mirror_size, new_mirror
-from ddtree.kernels.numba_cpu import find_draft_fault
+from ddtree.kernels import numba_cpu
 from ddtree.protocols import DraftContext
 from ddtree.trees import Acceptance, DraftTree
+
+if TYPE_CHECKING:
+    from ddtree.interop.huggingface import HuggingFaceTarget
 
 __all__ = ["DeviceRun", "FetchedRound"]
 
@@ -36,6 +39,11 @@ class DeviceRun(_Run):
 
     cache: ModelCache
     _batch: _Batch | None = None
+
+    @property
+    def target(self) -> HuggingFaceTarget:
+        """The model."""
+        return self.engine.target  # type: ignore[return-value]
 
     def steps(self) -> Any:
         """Run to the end, and give back what the last batch holds."""
@@ -64,7 +72,7 @@ class DeviceRun(_Run):
         drafted = self._clock("draft", start)
         inputs = batch.build()
         built = self._clock("build_tree", drafted)
-        logits, hidden = self.engine.target.run(inputs, self.cache.past, self.hidden_layers)  # type: ignore[attr-defined]
+        logits, hidden = self.target.run(inputs, self.cache.past, self.hidden_layers)
         passed = self._clock("forward", built)
         batch.accept(logits)
         emitted, lengths = batch.emitted()
@@ -113,6 +121,8 @@ class DeviceRun(_Run):
 class _Context(DraftContext):
     """What a drafter may look at; the array of root tokens is made if it does."""
 
+    _roots: Any = None
+
     @property
     def root_token_ids(self) -> Any:
         """The last committed token of each request."""
@@ -139,17 +149,17 @@ class FetchedRound(Round):
         return self._look()  # type: ignore[attr-defined,no-any-return]
 
     @property
-    def tree(self) -> DraftTree:  # type: ignore[override]
+    def tree(self) -> DraftTree:
         """What was drafted."""
         return self._seen[0]
 
     @property
-    def target_token_ids(self) -> NDArray[np.int32]:  # type: ignore[override]
+    def target_token_ids(self) -> NDArray[np.int32]:
         """The target's choice after each node."""
         return self._seen[1]
 
     @property
-    def acceptance(self) -> Acceptance:  # type: ignore[override]
+    def acceptance(self) -> Acceptance:
         """The kept path, the bonus, and who finished."""
         return self._seen[2]
 
@@ -263,7 +273,7 @@ class _Batch:
         self._sends = form.on_host
         if form.on_host:
             log_probs, token_ids = import_array(log_probs), import_array(token_ids)
-            if find_draft_fault(log_probs, token_ids, self.run.engine.vocab_size)[0]:
+            if numba_cpu.find_draft_fault(log_probs, token_ids, self.run.engine.vocab_size)[0]:
                 self.run.refuse(log_probs, token_ids)
             form.to[0][...], form.to[1][...] = log_probs, token_ids
             return
@@ -295,13 +305,13 @@ class _Batch:
         return views[0] if len(views) == 1 else {kind.name: view for kind, view in zip(kinds, views, strict=True)}
 
     def _build(self, sent: bool) -> _Built:
-        run, kernels, target = self.run, self.run.cache.kernels, self.run.engine.target
+        run, kernels, target = self.run, self.run.cache.kernels, self.run.target
         self._state.send()
         if sent:
             self._draft.send()
         with self._results.arrays():
             tree = self.ops["build_tree"](self.log_probs, self.token_ids, self.roots, budget=self.shape[1] - 1)
-            most = INT32_MAX if target.max_context is None else target.max_context - 1  # type: ignore[union-attr]
+            most = INT32_MAX if target.max_context is None else target.max_context - 1
             sizes = {"vocab_size": target.vocab_size, "max_position": most}
             inputs = kernels.tree_inputs(tree, self.prefix_lens, **sizes)
             fault = kernels.find_draft_fault(self.log_probs, self.token_ids, target.vocab_size)
@@ -346,7 +356,8 @@ class _Batch:
         tree, path = built.tree, (kept.node_indices, kept.lengths, kept.bonus_token_ids)
         fields = (tree.token_ids, tree.parents, tree.depths, tree.ranks, tree.scores, tree.node_counts)
         layout = [results.where(a) for a in (*fields, tree.visibility_words, choices, *path, kept.finished)]
-        return _Results(kept, *(results.on_host(a) for a in (tree.token_ids, *path)), layout, results.used)
+        seen = map(results.on_host, (tree.token_ids, *path))
+        return _Results(kept, next(seen), next(seen), next(seen), next(seen), layout, results.used)
 
     def emitted(self) -> tuple[list[NDArray[np.int32]], NDArray[np.int32]]:
         """Return the tokens that each request emitted, and how many."""
@@ -376,7 +387,7 @@ def _looked_at(
     data: NDArray[np.uint8] | None, layout: list[Where], max_depth: int, width: int
 ) -> tuple[DraftTree, NDArray[np.int32], Acceptance]:
     """A round's tree of a draft of ``width`` candidates, the choices and what was kept, on the host."""
-    read = [looked_at(where, data) for where in layout]
+    read: list[Any] = [looked_at(where, data) for where in layout]
     tree = DraftTree(*read[:7], max_depth, width)
     # in an unused slot the choice follows from whatever logits the target left there
     return tree, np.where(tree.depths >= 0, read[7], np.int32(-1)), Acceptance(*read[8:])
@@ -409,7 +420,9 @@ class _Replay:
 
     def __init__(self, work: Callable[[], Any], on_gpu: bool) -> None:
         self.work, self.on_gpu = work, on_gpu
-        self.ran, self.graph, self.result = False, None, None
+        self.ran = False
+        self.graph: Any = None
+        self.result: Any = None
 
     def __call__(self) -> Any:
         """Have the work done; return what it returned when it was captured."""
