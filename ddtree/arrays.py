@@ -32,6 +32,7 @@ __all__ = [
     "dtype_name",
     "export_array",
     "import_array",
+    "stream_of",
     "to_numpy",
     "use_stream_of",
     "wait_for",
@@ -229,7 +230,8 @@ def _numpy_type(dtype: Any) -> np.dtype[Any] | None:
     if name == "bfloat16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
     return np.dtype(name) if re.fullmatch(r"bool|u?int\d+|float(16|32|64)", name) else None
 
 
@@ -292,11 +294,17 @@ def to_numpy(array: Any) -> np.ndarray[Any, Any]:
         return native if isinstance(native, np.ndarray) else np.asarray(native.get())
 
 
+def stream_of(array: Any) -> Any:
+    """Return the CUDA stream on which ``array``'s library works now, as CuPy has it; None on the CPU."""
+    handle = current_stream(array)
+    return None if handle is None else _stream(handle, device_of(array).number)
+
+
 def wait_for(array: Any) -> None:
     """Wait for all work on the stream that ``array``'s library works on now; nothing on the CPU."""
-    if device_of(array).type == "cuda":
-        with use_stream_of(array):
-            _cupy().cuda.get_current_stream().synchronize()
+    stream = stream_of(array)
+    if stream is not None:
+        stream.synchronize()
 
 
 def use_stream_of(array: Any) -> AbstractContextManager[None]:

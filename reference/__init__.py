@@ -9,6 +9,7 @@ from ddtree.reference.build_tree import build_tree
 from ddtree.reference.choose_tokens import choose_tokens
 from ddtree.reference.compact_cache import compact_cache
 from ddtree.reference.compact_layers import compact_layers, layer_table
+from ddtree.reference.emitted_tokens import emitted_tokens
 from ddtree.reference.find_draft_fault import find_draft_fault
 from ddtree.reference.find_tree_fault import find_tree_fault
 from ddtree.reference.mla import mla
@@ -38,6 +39,7 @@ __all__ = [
     "compact_cache",
     "compact_layers",
     "deinterleave",
+    "emitted_tokens",
     "find_draft_fault",
     "find_tree_fault",
     "layer_table",

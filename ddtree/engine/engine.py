@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -376,13 +376,16 @@ class _Run:
                     self.prefill()
                 yield None
             while self.active:
-                with use_stream_of(self.cache.like):
+                with self._round_stream():
                     record = self.round()
                 yield record
         finally:
             forget = getattr(self.drafter, "forget", None)
             if forget is not None:
                 forget([*self.ended, *self.active])
+
+    def _round_stream(self) -> AbstractContextManager[None]:
+        return use_stream_of(self.cache.like)
 
     def prefill(self) -> None:
         """Run the prompts, a piece of each at a time, and commit the token after each: no round of its own."""

@@ -138,16 +138,16 @@ class ModelCache:
 
     def view(self, requests: Sequence[int], prefix_lens: NDArray[np.int32], window: Any) -> CacheView:
         """The cache of ``requests`` alone, and of their prefixes alone."""
-        tree_row = self.arrange(requests, prefix_lens)
+        tree_row = self.arrange(list(requests), prefix_lens.tolist())
         return CacheView(self, self._xp.asarray(prefix_lens), prefix_lens, tree_row)
 
-    def arrange(self, requests: Sequence[int], prefix_lens: NDArray[np.int32]) -> int:
+    def arrange(self, requests: list[int], prefix_lens: list[int]) -> int:
         """Keep ``requests`` alone, and their prefixes alone; return the row that every tree begins at."""
-        if self.requests != list(requests):
+        if self.requests != requests:
             self._select([self.requests.index(request) for request in requests])
             self.requests = list(requests)
-        tree_row = int(prefix_lens.max())
-        self._crop(tree_row, int(prefix_lens.min()))
+        tree_row = max(prefix_lens)
+        self._crop(tree_row, min(prefix_lens))
         return tree_row
 
     def compact(self, view: CacheView, acceptance: Acceptance) -> None:
@@ -155,14 +155,18 @@ class ModelCache:
         tree_rows = self._xp.full(len(view.host_prefix_lens), view.tree_row, np.int32)
         self.kernels.compact_layers(self.table(), view.prefix_lens, tree_rows, acceptance)
 
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Something else whenever a layer's memory is another."""
+        full, windowed = self._places
+        return self._selections, full.moves + windowed.moves
+
     def table(self) -> Any:
         """Return what ``compact_layers`` takes; the same one as long as the layers are where they were."""
-        layers = self._layers()
-        made_of = (self._selections, len(layers), sum(getattr(layer, "moves", 0) for layer, _ in layers))
-        if self._table[0] != made_of:
-            parts = [(t, getattr(layer, "base", 0)) for layer, _ in layers for t in _storage(layer)]
+        if self._table[0] != self.moved:
+            parts = [(t, getattr(layer, "base", 0)) for layer, _ in self._layers() for t in _storage(layer)]
             make = importlib.import_module(f"{self.kernels.__name__}.compact_layers").layer_table
-            self._table = made_of, make([import_array(tensor) for tensor, _ in parts], [base for _, base in parts])
+            self._table = self.moved, make([import_array(tensor) for tensor, _ in parts], [base for _, base in parts])
         return self._table[1]
 
     def release(self, request: int) -> None:

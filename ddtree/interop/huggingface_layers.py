@@ -20,10 +20,13 @@ class Place:
         Rows of the sequence that are held.
     first : int
         The first row that a pass is shown.
+    moves : int
+        How often a layer's memory has been another.
     """
 
     rows: int = 0
     first: int = 0
+    moves: int = 0
 
 
 class RowsLayer(DynamicLayer):  # type: ignore[misc]
@@ -45,14 +48,12 @@ class RowsLayer(DynamicLayer):  # type: ignore[misc]
         The row that the memory begins with, at most ``place.first``.
     storage : tuple of torch.Tensor or None
         Keys and values, each (B, heads, capacity, width); None before the first pass.
-    moves : int
-        How often the storage has been another.
     """
 
     def __init__(self, place: Place, most_rows: int) -> None:
         super().__init__()
         self.place, self.most_rows = place, most_rows
-        self.base = self.moves = 0
+        self.base = 0
         self.storage: tuple[Any, Any] | None = None
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -76,7 +77,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[misc]
         assert self.storage is not None
         keys, values = self.storage
         self.storage = keys.index_select(0, batch_rows), values.index_select(0, batch_rows)
-        self.moves += 1
+        self.place.moves += 1
 
     def _longer(self, key_states: Any, value_states: Any, end: int) -> tuple[Any, Any]:
         """Make the storage twice as long as it must be for rows up to ``end``, and keep what is shown."""
@@ -89,5 +90,5 @@ class RowsLayer(DynamicLayer):  # type: ignore[misc]
             for new, before in zip((keys, values), self.storage, strict=True):
                 new.narrow(2, 0, rows - first).copy_(before.narrow(2, first - self.base, rows - first))
         self.storage, self.base = (keys, values), first
-        self.moves += 1
+        self.place.moves += 1
         return keys, values

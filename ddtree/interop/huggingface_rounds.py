@@ -10,14 +10,18 @@ hence what is the same in all rounds is made once, and a round's record when it 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import struct
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree.arrays import array_kind, export_array, import_array
+from ddtree.arrays import array_kind, export_array, import_array, stream_of, use_stream_of
 from ddtree.backends import serving
 from ddtree.checks import INT32_MAX
 from ddtree.engine import Round
@@ -25,6 +29,7 @@ from ddtree.engine.engine import _Run
 from ddtree.interop.huggingface_cache import ModelCache
 from ddtree.interop.mirror import Where, looked_at, mirror_size, new_mirror
 from ddtree.kernels import numba_cpu
+from ddtree.kernels.cupy.copy_rows import word_of
 from ddtree.protocols import DraftContext
 from ddtree.trees import Acceptance, DraftTree
 
@@ -57,42 +62,42 @@ class DeviceRun(_Run):
             self._batch.close()
             self._batch = None
 
+    def _round_stream(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # graphs are told theirs
+
     def round(self) -> Round:
         """Draft, check, commit; finished requests leave."""
         start = self._clock()
-        if self._batch is None or self._batch.requests != self.active:
-            self._close()
-            self._batch = _Batch(self)
         batch = self._batch
-        rows = batch.rows
-        prefix_lens = np.array([sequence.length - 1 for sequence in rows], np.int32)
+        if batch is None or batch.requests != self.active:
+            self._close()
+            with use_stream_of(self.cache.like):
+                batch = self._batch = _Batch(self)
+        prefix_lens = [sequence.length - 1 for sequence in batch.rows]
         tree_row = self.cache.arrange(batch.requests, prefix_lens)
-        batch.place(rows, prefix_lens, tree_row)
-        width = 1 if self.drafter is None else self._drafted_into(batch)
+        width = 1 if self.drafter is None else self._take_draft(batch)
         drafted = self._clock("draft", start)
-        inputs = batch.build()
+        inputs = batch.build(prefix_lens, tree_row)
         built = self._clock("build_tree", drafted)
         logits, hidden = self.target.run(inputs, self.cache.past, self.hidden_layers)
         passed = self._clock("forward", built)
-        batch.accept(logits)
-        emitted, lengths = batch.emitted()
+        emitted = batch.accept(logits)
         record = batch.record(width)
-        shown: list[dict[int, Any]] = [{} for _ in rows]
-        if self.hidden_layers:
-            shown = batch.shown(hidden, self.hidden_layers)
-        self._commit(emitted, prefix_lens + lengths - 1, shown)
-        for sequence, tokens in zip(rows, emitted, strict=True):
+        shown = batch.shown(hidden, self.hidden_layers, emitted) if self.hidden_layers else [{} for _ in emitted]
+        last_positions = [before + len(tokens) - 1 for before, tokens in zip(prefix_lens, emitted, strict=True)]
+        self._commit(emitted, last_positions, shown)
+        for sequence, tokens in zip(batch.rows, emitted, strict=True):
             sequence.tokens_per_round.append(len(tokens))
         self._clock("accept_tree", passed)
         return record
 
-    def _drafted_into(self, batch: _Batch) -> int:
+    def _take_draft(self, batch: _Batch) -> int:
         """Have the drafter's answer where the tree is built from; return its candidates a depth."""
         draft = self._answer(self._context(batch))
         form = batch.known_form(draft)
         if form is None:
-            log_probs, token_ids = self._checked(draft)
-            form = batch.learn_form(draft, log_probs, token_ids)
+            with use_stream_of(self.cache.like):
+                form = batch.learn_form(draft, *self._checked(draft))
         batch.take(draft, form)
         return form.width
 
@@ -100,11 +105,15 @@ class DeviceRun(_Run):
         return _Context(
             request_ids=list(batch.requests),
             tokens=[sequence.tokens for sequence in batch.rows],
-            root_token_ids=functools.partial(self.xp.array, [sequence.root for sequence in batch.rows], np.int32),
+            root_token_ids=functools.partial(self._sent, [sequence.root for sequence in batch.rows]),
             hidden_states=[self.hidden_states[r] for r in batch.requests],
             began=self.began,
             ended=self.ended,
         )
+
+    def _sent(self, numbers: list[int]) -> Any:
+        with use_stream_of(self.cache.like):
+            return self.xp.array(numbers, np.int32)
 
     def _drafted(self, array: Any) -> Any:
         """A drafter's array where it is: on the host it is checked before it is sent."""
@@ -113,8 +122,9 @@ class DeviceRun(_Run):
 
     def refuse(self, log_probs: Any, token_ids: Any) -> None:
         """Raise what is wrong with a draft, naming drafter and request."""
-        roots = self.xp.array([self.sequences[r].root for r in self.active], np.int32)
-        self._likeliest_tree(self._native(log_probs), self._native(token_ids), roots, 0)
+        roots = self._sent([self.sequences[r].root for r in self.active])
+        with use_stream_of(self.cache.like):
+            self._likeliest_tree(self._native(log_probs), self._native(token_ids), roots, 0)
         raise AssertionError("a draft was found at fault, and its check finds nothing")
 
 
@@ -172,9 +182,10 @@ class _Form(NamedTuple):
 
     signature: tuple[Any, ...]
     width: int
-    on_host: bool
-    to: tuple[Any, Any]
-    """Where it goes: the first columns of what the tree is built from."""
+    to: tuple[NDArray[Any], NDArray[Any]] | None
+    """Where a draft on the host goes, in memory that the GPU reads; None for one that is there already."""
+    at: tuple[int, int, int, int]
+    """Address and width of its two arrays, as the GPU finds them there."""
 
 
 class _Built(NamedTuple):
@@ -187,14 +198,11 @@ class _Built(NamedTuple):
     end: int
 
 
-class _Results(NamedTuple):
-    """What comes of a round: some of it as the host sees it now, and where all of it is among the results."""
+class _Accepted(NamedTuple):
+    """What comes of a round: the tokens as the host sees them now, and where all of it is among the results."""
 
     kept: Acceptance
-    token_ids: NDArray[np.int32]
-    node_indices: NDArray[np.int32]
-    lengths: NDArray[np.int32]
-    bonus_token_ids: NDArray[np.int32]
+    emitted: NDArray[np.int32]
     layout: list[Where]
     end: int
 
@@ -213,19 +221,27 @@ class _Batch:
         self.ops = {op: serving(op, like) for op in ("build_tree", "tree_positions", "choose_tokens", "accept_tree")}
         self.keys = xp.asarray(run.keys[self.requests])
 
-        self._state = new_mirror(like, mirror_size(((4, B), np.int32), ((kinds, 3), np.int64)))
+        # where each request stands; the masks' places, and where the draft is
+        self._state = new_mirror(like, mirror_size(((4, B), np.int32), ((3 * kinds + 4,), np.int64)))
         with self._state.arrays():
-            self.state, self.geometry = xp.empty((4, B), np.int32), xp.empty((kinds, 3), np.int64)
-        self.roots, self.prefix_lens, self.remaining, self.tree_rows = self.state
-        self._host_state, self._host_geometry = map(self._state.on_host, (self.state, self.geometry))
+            state, numbers = xp.empty((4, B), np.int32), xp.empty(3 * kinds + 4, np.int64)
+        self.roots, self.prefix_lens, self.remaining, self.tree_rows = state
+        self.geometry, self._slots = numbers[: 3 * kinds].reshape(kinds, 3), numbers[3 * kinds :].reshape(2, 2)
+        self._host: tuple[Any, Any] = self._state.on_host(state), self._state.on_host(numbers)
+        self._packed = struct.Struct(f"={4 * B}i"), struct.Struct(f"={3 * kinds + 4}q")
+        self._told = new_mirror(like, mirror_size(((2,), np.int64)))  # where the logits are
+        with self._told.arrays():
+            self._logits_slot = xp.empty(2, np.int64)
+        self._host_logits_slot = self._told.on_host(self._logits_slot)
 
-        self._draft = new_mirror(like, mirror_size(*(((B, depth, topk), np.int32),) * 2))
-        with self._draft.arrays():
+        self._staged = new_mirror(like, mirror_size(*(((B, depth, topk), np.int32),) * 2))
+        with self._staged.arrays():  # on the GPU, what a draft's rows are copied to; on the host, where it is taken to
             self.log_probs, self.token_ids = (xp.empty((B, depth, topk), t) for t in (np.float32, np.int32))
-        self._draft.on_host(self.log_probs).fill(-np.inf)
-        self._draft.on_host(self.token_ids).fill(-1)
-        self._draft.send()
+        self.log_probs.fill(-np.inf)
+        self.token_ids.fill(-1)
+        self._at: tuple[int, int, int, int] = 0, 0, 0, 0  # address and width of the draft's two arrays
         self._form: _Form | None = None
+        self._held: Any = None
         self._refuse: Callable[[], None] | None = None
 
         self._results = new_mirror(like, _results_size(B, N, depth, topk))
@@ -233,22 +249,15 @@ class _Batch:
         self._shown_masks: tuple[Any, Any] = None, None
         self._logits: Any = None
         self._table: Any = None
-        # a draft that is on the device already is not sent; one graph each
-        self._builds = {sent: _Replay(functools.partial(self._build, sent), self.on_gpu) for sent in (False, True)}
-        self._accept = _Replay(self._accepted, self.on_gpu)
-        self._sends = False
+        self._moved: Any = None
+        self._build = _Replay(self._built, cache.like)
+        self._accept = _Replay(self._accepted, cache.like)
 
     def close(self) -> None:
         """Let go of graphs and of the run, so that memory does not wait for the garbage collector."""
-        self._builds, self._accept, self._refuse = {}, None, None  # type: ignore[assignment]
+        self._wait()
+        self._build = self._accept = self._refuse = None  # type: ignore[assignment]
         del self.run
-
-    def place(self, rows: list[Any], prefix_lens: NDArray[np.int32], tree_row: int) -> None:
-        """Say where each request stands; it is sent with what the tree is built from."""
-        state = self._host_state
-        state[0], state[2] = [row.root for row in rows], [row.remaining for row in rows]
-        state[1], state[3] = prefix_lens, tree_row
-        self._host_geometry[:] = self._places = self.run.cache.geometry(self.shape[1], tree_row)
 
     # Drafts
 
@@ -259,39 +268,54 @@ class _Batch:
 
     def learn_form(self, draft: Any, log_probs: Any, token_ids: Any) -> _Form:
         """Remember the form of an answer that has been checked."""
-        width = int(log_probs.shape[2])
-        on_host = isinstance(log_probs, np.ndarray) and isinstance(token_ids, np.ndarray)
-        to: list[Any] = [self.log_probs, self.token_ids]
-        to = [self._draft.on_host(a) if on_host else export_array(a, self.run.cache.like) for a in to]
-        to[0][:, :, width:] = -np.inf
-        self._form = _Form(_signature(draft), width, on_host, (to[0][:, :, :width], to[1][:, :, :width]))
+        width, to = int(log_probs.shape[2]), None
+        if isinstance(log_probs, np.ndarray) and isinstance(token_ids, np.ndarray):
+            staged = [self._staged.on_host(array) for array in (self.log_probs, self.token_ids)]
+            if self.on_gpu:  # rows side by side, as they are read
+                size = log_probs.size
+                first, second = (array.reshape(-1)[:size].reshape(log_probs.shape) for array in staged)
+            else:
+                staged[0][:, :, width:] = -np.inf
+                first, second = (array[:, :, :width] for array in staged)
+            to = first, second
+        at = (0, 0, 0, 0) if to is None else (to[0].ctypes.data, width, to[1].ctypes.data, width)
+        self._form = _Form(_signature(draft), width, to, at)
         return self._form
 
     def take(self, draft: Any, form: _Form) -> None:
-        """Put a draft before candidates of none; on the host it is checked here, on the device with the tree."""
+        """Have a draft where its rows are read from; on the host it is checked here, on the device with the tree."""
         log_probs, token_ids = draft
-        self._sends = form.on_host
-        if form.on_host:
-            log_probs, token_ids = import_array(log_probs), import_array(token_ids)
-            if numba_cpu.find_draft_fault(log_probs, token_ids, self.run.engine.vocab_size)[0]:
-                self.run.refuse(log_probs, token_ids)
-            form.to[0][...], form.to[1][...] = log_probs, token_ids
+        if form.to is None:
+            self._refuse = functools.partial(self.run.refuse, log_probs, token_ids)
+            self._held = log_probs, token_ids = self._tensor(log_probs), self._tensor(token_ids)
+            self._at = log_probs.data_ptr(), form.width, token_ids.data_ptr(), form.width
             return
-        self._refuse = functools.partial(self.run.refuse, log_probs, token_ids)
-        log_probs, token_ids = (self._tensor(array) for array in (log_probs, token_ids))
-        form.to[0].copy_(log_probs)
-        # no id that 32 bits would change may pass for another one
-        form.to[1].copy_(token_ids.clamp(-1, INT32_MAX) if str(token_ids.dtype) == "torch.int64" else token_ids)
+        log_probs, token_ids = import_array(log_probs), import_array(token_ids)
+        if numba_cpu.find_draft_fault(log_probs, token_ids, self.run.engine.vocab_size)[0]:
+            self.run.refuse(log_probs, token_ids)
+        form.to[0][...], form.to[1][...] = log_probs, token_ids
+        self._at = form.at
 
     def _tensor(self, array: Any) -> Any:
-        return array if array_kind(array) == "torch" else export_array(self.run._native(array), self.run.cache.like)
+        """A draft's array as a contiguous tensor of float32 or int32 on the model's device."""
+        like = self.run.cache.like
+        if array_kind(array) != "torch" or array.device != like.device:
+            with use_stream_of(like):
+                array = export_array(self.run._native(array), like)
+        if array.element_size() == 8:  # int64: no id that 32 bits would change may pass for another one
+            array = array.clamp(-1, INT32_MAX).int()
+        return array.contiguous()
 
     # Before the forward
 
-    def build(self) -> dict[str, Any]:
+    def build(self, prefix_lens: list[int], tree_row: int) -> dict[str, Any]:
         """Build the trees, and return what the model is given."""
-        self.built = self._builds[self._sends]()
-        columns = [place[2] for place in self._places]
+        rows, places = self.rows, self.run.cache.geometry(self.shape[1], tree_row)
+        roots, remaining = [row.root for row in rows], [row.remaining for row in rows]
+        self._packed[0].pack_into(self._host[0], 0, *roots, *prefix_lens, *remaining, *[tree_row] * len(rows))
+        self._packed[1].pack_into(self._host[1], 0, *itertools.chain(*places), *self._at)
+        self.built: _Built = self._build()
+        columns = [place[2] for place in places]
         if self._shown_masks[0] != columns:
             self._shown_masks = columns, self._mask_views(columns)
         return {**self.built.inputs, "attention_mask": self._shown_masks[1]}
@@ -304,11 +328,12 @@ class _Batch:
         ]
         return views[0] if len(views) == 1 else {kind.name: view for kind, view in zip(kinds, views, strict=True)}
 
-    def _build(self, sent: bool) -> _Built:
+    def _built(self) -> _Built:
         run, kernels, target = self.run, self.run.cache.kernels, self.run.target
         self._state.send()
-        if sent:
-            self._draft.send()
+        if self.on_gpu:
+            kernels.copy_rows(self._slots[0], self.log_probs, fill=0xFF800000)  # minus infinity
+            kernels.copy_rows(self._slots[1], self.token_ids, fill=0xFFFFFFFF)
         with self._results.arrays():
             tree = self.ops["build_tree"](self.log_probs, self.token_ids, self.roots, budget=self.shape[1] - 1)
             most = INT32_MAX if target.max_context is None else target.max_context - 1
@@ -326,60 +351,63 @@ class _Batch:
 
     # After it
 
-    def accept(self, logits: Any) -> None:
-        """Choose, accept, compact and read back."""
+    def accept(self, logits: Any) -> list[NDArray[np.int32]]:
+        """Choose, accept, compact and read back; return the tokens that each request emits."""
+        if self._moved != self.run.cache.moved:  # the layers are elsewhere: a graph of them is no longer one
+            with use_stream_of(self.run.cache.like):
+                self._moved, self._table = self.run.cache.moved, self.run.cache.table()
+            self._accept = _Replay(self._accepted, self.run.cache.like)
         if self._logits is None:
             self._logits = logits.new_empty(logits.shape)
-        self._logits.copy_(logits)
-        table = self.run.cache.table()
-        if table is not self._table:  # the layers have moved: a graph of them is no longer one
-            self._table, self._accept = table, _Replay(self._accepted, self.on_gpu)
-        self._round: _Results = self._accept()
+            self._word = word_of(logits.numel() * logits.element_size())
+        if not self.on_gpu:
+            self._logits.copy_(logits)
+        elif not logits.is_contiguous() or logits.data_ptr() % self._word:
+            logits = logits.flatten().clone()
+        self._host_logits_slot[:] = logits.data_ptr(), logits.numel() * logits.element_size() // self._word
+        self._round: _Accepted = self._accept()
         self._results.used = self._round.end
+        self._wait()
+        if self._refuse is not None and self.on_gpu and int(self._results.on_host(self.built.fault)[0]) != -1:
+            self._refuse()
+        return [np.array(tokens[:length], np.int32) for length, *tokens in self._round.emitted.tolist()]
+
+    def _wait(self) -> None:
+        """Wait for the GPU: for what the host commits, once a round."""
         if self.on_gpu:
-            import cupy
+            stream_of(self.run.cache.like).synchronize()
 
-            cupy.cuda.get_current_stream().synchronize()
-            if self._refuse is not None and int(self._results.on_host(self.built.fault)[0]) != -1:
-                self._refuse()
-
-    def _accepted(self) -> _Results:
+    def _accepted(self) -> _Accepted:
         run, built, results = self.run, self.built, self._results
         sampling = {name: run.sampling[name] for name in ("temperature", "top_p", "seed")}
+        logits = import_array(self._logits)
+        if self.on_gpu:
+            self._told.send()
+            run.cache.kernels.copy_rows(self._logits_slot, logits.reshape(1, -1), word=self._word)
         with results.arrays(built.end):
-            choices = self.ops["choose_tokens"](
-                import_array(self._logits), request_ids=self.keys, positions=built.positions, **sampling
-            )
+            choices = self.ops["choose_tokens"](logits, request_ids=self.keys, positions=built.positions, **sampling)
             kept = self.ops["accept_tree"](built.tree, choices, remaining=self.remaining, stop_token_ids=run.stops)
             run.cache.kernels.compact_layers(self._table, self.prefix_lens, self.tree_rows, kept)
+            emitted = run.cache.kernels.emitted_tokens(built.tree, kept)
             results.fetch()
-        tree, path = built.tree, (kept.node_indices, kept.lengths, kept.bonus_token_ids)
+        tree, path = built.tree, (kept.node_indices, kept.lengths, kept.bonus_token_ids, kept.finished)
         fields = (tree.token_ids, tree.parents, tree.depths, tree.ranks, tree.scores, tree.node_counts)
-        layout = [results.where(a) for a in (*fields, tree.visibility_words, choices, *path, kept.finished)]
-        seen = map(results.on_host, (tree.token_ids, *path))
-        return _Results(kept, next(seen), next(seen), next(seen), next(seen), layout, results.used)
-
-    def emitted(self) -> tuple[list[NDArray[np.int32]], NDArray[np.int32]]:
-        """Return the tokens that each request emitted, and how many."""
-        _, token_ids, nodes, lengths, bonus, _, _ = self._round
-        emitted = []
-        for b, length in enumerate(lengths.tolist()):
-            tokens = np.empty(length, np.int32)
-            tokens[:-1], tokens[-1] = token_ids[b][nodes[b, 1:length]], bonus[b]
-            emitted.append(tokens)
-        return emitted, lengths
+        layout = [results.where(array) for array in (*fields, tree.visibility_words, choices, *path)]
+        return _Accepted(kept, results.on_host(emitted), layout, results.used)
 
     def record(self, width: int) -> Round:
         """Return the round as it was, from a copy of its bytes."""
         what = (self._results.taken(), self._round.layout, self.built.tree.max_depth, width)
         return FetchedRound(tuple(self.requests), functools.partial(_looked_at, *what))
 
-    def shown(self, hidden: dict[int, Any], layers: tuple[int, ...]) -> list[dict[int, Any]]:
-        """Return the hidden states of each request's kept nodes."""
+    def shown(
+        self, hidden: dict[int, Any], layers: tuple[int, ...], emitted: list[NDArray[np.int32]]
+    ) -> list[dict[int, Any]]:
+        """Return the hidden states of each request's kept nodes, of which there are as many as tokens emitted."""
         nodes = export_array(self._round.kept.node_indices, self.run.cache.like)
         return [
-            {layer: hidden[layer][b].index_select(0, nodes[b, :n]) for layer in layers}
-            for b, n in enumerate(self._round.lengths.tolist())
+            {layer: hidden[layer][b].index_select(0, nodes[b, : len(tokens)]) for layer in layers}
+            for b, tokens in enumerate(emitted)
         ]
 
 
@@ -388,7 +416,8 @@ def _looked_at(
 ) -> tuple[DraftTree, NDArray[np.int32], Acceptance]:
     """A round's tree of a draft of ``width`` candidates, the choices and what was kept, on the host."""
     read: list[Any] = [looked_at(where, data) for where in layout]
-    tree = DraftTree(*read[:7], max_depth, width)
+    tokens, parents, depths, ranks, scores, counts, words = read[:7]
+    tree = DraftTree(tokens, parents, depths, ranks, scores, counts, words, max_depth, width)
     # in an unused slot the choice follows from whatever logits the target left there
     return tree, np.where(tree.depths >= 0, read[7], np.int32(-1)), Acceptance(*read[8:])
 
@@ -400,7 +429,7 @@ def _signature(draft: Any) -> tuple[Any, ...]:
     parts: list[Any] = []
     for array in draft:
         parts += (type(array), getattr(array, "shape", None), getattr(array, "dtype", None))
-        parts += (getattr(array, "device", None), getattr(array, "requires_grad", False))
+        parts.append(getattr(array, "device", None))
     return tuple(parts)
 
 
@@ -416,27 +445,29 @@ def _results_size(B: int, N: int, depth: int, topk: int) -> int:
 
 
 class _Replay:
-    """Work on the current stream at fixed addresses: run, then captured in a graph, then replayed."""
+    """Work at fixed addresses on the stream that ``like``'s library works on: run, then captured, then replayed."""
 
-    def __init__(self, work: Callable[[], Any], on_gpu: bool) -> None:
-        self.work, self.on_gpu = work, on_gpu
+    def __init__(self, work: Callable[[], Any], like: Any) -> None:
+        self.work, self.like = work, like
         self.ran = False
         self.graph: Any = None
         self.result: Any = None
 
     def __call__(self) -> Any:
         """Have the work done; return what it returned when it was captured."""
-        if self.graph is not None:
-            self.graph.launch()
-            return self.result
-        if not self.on_gpu or not self.ran:  # a first run loads the kernels
-            self.ran = True
-            return self.work()
+        if self.graph is None:
+            with use_stream_of(self.like):
+                if self.like.device.type == "cpu" or not self.ran:  # a first run loads the kernels
+                    self.ran = True
+                    return self.work()
+                self._capture()
+        self.graph.launch(stream_of(self.like))
+        return self.result
+
+    def _capture(self) -> None:
         import cupy
 
         with cupy.cuda.Stream(non_blocking=True) as stream:
             stream.begin_capture()
             self.result = self.work()
             self.graph = stream.end_capture()
-        self.graph.launch()
-        return self.result

@@ -16,6 +16,8 @@ __all__ = [
     "choose_tokens",
     "compact_cache",
     "compact_layers",
+    "copy_rows",
+    "emitted_tokens",
     "find_draft_fault",
     "linear",
     "moe_experts",

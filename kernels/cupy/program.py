@@ -39,6 +39,8 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "choose_tokens": ("--fmad=false",),
     "compact_cache": (),
     "compact_layers": (),
+    "copy_rows": (),
+    "emitted_tokens": (),
     "find_draft_fault": (),
     "linear": (),
     "moe_experts": (),

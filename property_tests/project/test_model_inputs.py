@@ -19,7 +19,7 @@ from ddtree.property_tests.strategies import parent_arrays
 from ddtree.trees import Acceptance, tree_from_parents
 
 FLOATS = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
-LAUNCHERS = ("compact_layers", "find_draft_fault", "tree_inputs")
+LAUNCHERS = ("compact_layers", "emitted_tokens", "find_draft_fault", "tree_inputs")
 
 
 @st.composite
@@ -98,6 +98,17 @@ def test_layers_are_compacted_as_if_all_rows_were_read_before_any_is_written(cas
             assert new[b, :, row].tobytes() == old[b, :, source].tobytes()
 
 
+@given(case=placed_trees(), seed=st.integers(0, 2**16))
+def test_emitted_tokens_are_those_of_the_kept_drafts_and_the_bonus(case, seed):
+    tree, kept = case[0], accepted(np.random.default_rng(seed), case[0])
+    for b, (length, *tokens) in enumerate(reference.emitted_tokens(tree, kept).tolist()):
+        path = kept.node_indices[b, 1:length].tolist()
+        bonus = [int(kept.bonus_token_ids[b])] * (length > 0)
+        wanted = [int(tree.token_ids[b, node]) for node in path] + bonus
+        assert length == kept.lengths[b] == len(wanted)
+        assert tokens == wanted + [-1] * (kept.node_indices.shape[1] - length)
+
+
 # On a GPU
 
 kernels: Any = importlib.import_module("ddtree.kernels.cupy")
@@ -159,6 +170,8 @@ def check_compaction(cp, case, seed, dtype):
     reference.compact_layers(reference.layer_table(arrays, [first] * 2), prefix_lens, rows, kept)
     for got, array in zip(bases, arrays, strict=True):
         assert_same(got.get(), array.base)
+    emitted = kernels.emitted_tokens(on_gpu(cp, tree), on_gpu(cp, kept))
+    assert_same(emitted.get(), reference.emitted_tokens(tree, kept))
 
 
 def test_layers_on_a_gpu_are_compacted_as_the_reference_does(cp):
@@ -180,6 +193,43 @@ def test_a_fault_of_a_draft_on_a_gpu_is_the_references(cp, k):
         assert decoded_fault(int(fault.get()[0]), 3) == wanted
         found.add(wanted[0])
     assert {0, 1} <= found
+
+
+@pytest.mark.parametrize("rows, pitch, width", [(1, 4096, 4096), (14, 64, 64), (14, 64, 5), (3, 1, 0), (700, 9, 3)])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_rows_are_copied_from_where_a_number_says(cp, rows, pitch, width, dtype):
+    stream, slot = cp.cuda.Stream(non_blocking=True), cp.zeros(2, np.int64)
+    out = cp.full((rows, pitch), 7, dtype)
+    with stream:
+        kernels.copy_rows(slot, cp.full_like(out, 7), fill=0)  # loads it
+        stream.synchronize()
+        stream.begin_capture()
+        kernels.copy_rows(slot, out, fill=0xFFFFFFFF)
+        graph = stream.end_capture()
+    pinned = np.frombuffer(cp.cuda.alloc_pinned_memory(max(4, 4 * rows * width)), dtype, rows * width)
+    for seed in range(2):
+        pinned[...] = np.random.default_rng(seed).integers(0, 99, rows * width)
+        on_device = cp.asarray(pinned)
+        for address in (pinned.ctypes.data, on_device.data.ptr):
+            out.fill(7)
+            slot[...] = cp.array([address, width])
+            cp.cuda.Device().synchronize()
+            graph.launch(stream)
+            stream.synchronize()
+            wanted = np.full((rows, pitch), 0xFFFFFFFF, np.uint32)
+            wanted[:, :width] = pinned.reshape(rows, width).view(np.uint32)
+            assert_same(out.get().view(np.uint32), wanted)
+
+
+@pytest.mark.parametrize("nbytes, word", [(32, 16), (20, 4), (6, 2)])
+def test_whole_arrays_are_copied_by_their_widest_word(cp, nbytes, word):
+    copy_rows = importlib.import_module("ddtree.kernels.cupy.copy_rows")
+    assert copy_rows.word_of(nbytes) == word
+    data = cp.arange(nbytes // 2, dtype=np.int16)
+    out = cp.zeros_like(data)
+    slot = cp.array([data.data.ptr, nbytes // word])
+    copy_rows.copy_rows(slot, out.reshape(1, -1), word=word)
+    assert_same(out.get(), data.get())
 
 
 def test_a_fault_is_a_number_from_row_rank_and_code():
