@@ -62,7 +62,7 @@ class DDTreeDecoder(Engine):
     -----
     Prompts of unequal length are batched without a pad token. Logits processors, and what else ``generation_config``
     has but its stop tokens, take no part. On a GPU the operations run on torch's stream through CuPy, which must be
-    installed.
+    installed: see :mod:`ddtree.interop.huggingface_rounds`.
 
     Examples
     --------

@@ -437,11 +437,10 @@ def _results_size(B: int, N: int, depth: int, topk: int) -> int:
     """Bytes that a round's results take, and what building a tree works in."""
     from ddtree.kernels.cupy.build_tree import paths_size
 
-    words = -(-N // 32)
-    slots: list[tuple[tuple[int, ...], Any]] = [((B, N), np.int32)] * 7 + [((B, N), np.int64)] * 3
-    others: list[tuple[tuple[int, ...], Any]] = [((B,), np.int64)] * 5
+    slots: list[tuple[tuple[int, ...], Any]] = [((B, N), np.int32)] * 8 + [((B, N), np.int64)] * 3
+    requests: list[tuple[tuple[int, ...], Any]] = [((B,), np.int64)] * 5 + [((B, depth + 2), np.int32)] * 2
     work = paths_size(N - 1, depth, min(topk, N - 1), 4)
-    return mirror_size(*slots, *others, ((B, N, words), np.uint32), ((B, depth + 1), np.int32), ((B, work), np.uint8))
+    return mirror_size(*slots, *requests, ((B, N, -(-N // 32)), np.uint32), ((B, work), np.uint8))
 
 
 class _Replay:
