@@ -456,12 +456,16 @@ class _Replay:
         """Have the work done; return what it returned when it was captured."""
         if self.graph is None:
             with use_stream_of(self.like):
-                if self.like.device.type == "cpu" or not self.ran:  # a first run loads the kernels
+                if not self.on_gpu() or not self.ran:  # a first run loads the kernels
                     self.ran = True
                     return self.work()
                 self._capture()
         self.graph.launch(stream_of(self.like))
         return self.result
+
+    def on_gpu(self) -> bool:
+        """Whether there are graphs."""
+        return bool(self.like.device.type == "cuda")
 
     def _capture(self) -> None:
         import cupy
