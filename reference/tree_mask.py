@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,7 +43,7 @@ def tree_mask(
     rows = first_row + np.arange(columns)
     nodes = rows - tree_row
     behind = (nodes >= 0) & (nodes < N)
-    mask.fill(ml_dtypes.finfo(out.dtype).min)  # type: ignore[no-untyped-call]
+    mask.fill(_least(out.dtype))
     for b, visible in enumerate(tree.visibility):
         slots = np.where(np.arange(N) < tree.node_counts[b], np.arange(N), 0)
         depths, prefix = tree.depths[b], int(prefix_lens[b])
@@ -54,3 +53,9 @@ def tree_mask(
             positions = np.where(behind, prefix + depths[np.where(behind, nodes, 0)], rows)
             seen &= positions > (prefix + depths[slots] - window)[:, None]
         mask[b][seen] = 0
+
+
+def _least(dtype: np.dtype[Any]) -> Any:
+    """The least finite number of a floating type, which is the one before −inf in its bits."""
+    infinity = np.full(1, -np.inf, dtype)
+    return (infinity.view(f"u{dtype.itemsize}") - 1).view(dtype)[0]

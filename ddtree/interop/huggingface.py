@@ -62,7 +62,8 @@ class DDTreeDecoder(Engine):
     -----
     Prompts of unequal length are batched without a pad token. Logits processors, and what else ``generation_config``
     has but its stop tokens, take no part. On a GPU the operations run on torch's stream through CuPy, which must be
-    installed: see :mod:`ddtree.interop.huggingface_rounds`.
+    installed: what a round does outside of the model's forward is two CUDA graphs, for trees of 1 + ``budget`` slots
+    whatever was drafted, and the host waits once a round.
 
     Examples
     --------

@@ -73,6 +73,7 @@ class DeviceRun(_Run):
             self._close()
             with use_stream_of(self.cache.like):
                 batch = self._batch = _Batch(self)
+        batch.stream = stream_of(self.cache.like)
         prefix_lens = [sequence.length - 1 for sequence in batch.rows]
         tree_row = self.cache.arrange(batch.requests, prefix_lens)
         width = 1 if self.drafter is None else self._take_draft(batch)
@@ -218,6 +219,7 @@ class _Batch:
         depth, budget, topk = run.plan[:3]
         B, N, kinds = len(self.requests), 1 + budget, len(cache.mask_kinds)
         self.shape, self.on_gpu = (B, N), xp is not np
+        self.stream: Any = None  # of this round
         self.ops = {op: serving(op, like) for op in ("build_tree", "tree_positions", "choose_tokens", "accept_tree")}
         self.keys = xp.asarray(run.keys[self.requests])
 
@@ -314,7 +316,7 @@ class _Batch:
         roots, remaining = [row.root for row in rows], [row.remaining for row in rows]
         self._packed[0].pack_into(self._host[0], 0, *roots, *prefix_lens, *remaining, *[tree_row] * len(rows))
         self._packed[1].pack_into(self._host[1], 0, *itertools.chain(*places), *self._at)
-        self.built: _Built = self._build()
+        self.built: _Built = self._build(self.stream)
         columns = [place[2] for place in places]
         if self._shown_masks[0] != columns:
             self._shown_masks = columns, self._mask_views(columns)
@@ -365,7 +367,7 @@ class _Batch:
         elif not logits.is_contiguous() or logits.data_ptr() % self._word:
             logits = logits.flatten().clone()
         self._host_logits_slot[:] = logits.data_ptr(), logits.numel() * logits.element_size() // self._word
-        self._round: _Accepted = self._accept()
+        self._round: _Accepted = self._accept(self.stream)
         self._results.used = self._round.end
         self._wait()
         if self._refuse is not None and self.on_gpu and int(self._results.on_host(self.built.fault)[0]) != -1:
@@ -374,8 +376,8 @@ class _Batch:
 
     def _wait(self) -> None:
         """Wait for the GPU: for what the host commits, once a round."""
-        if self.on_gpu:
-            stream_of(self.run.cache.like).synchronize()
+        if self.stream is not None:
+            self.stream.synchronize()
 
     def _accepted(self) -> _Accepted:
         run, built, results = self.run, self.built, self._results
@@ -444,7 +446,7 @@ def _results_size(B: int, N: int, depth: int, topk: int) -> int:
 
 
 class _Replay:
-    """Work at fixed addresses on the stream that ``like``'s library works on: run, then captured, then replayed."""
+    """Work at fixed addresses: run on the stream that ``like``'s library works on, then captured, then replayed."""
 
     def __init__(self, work: Callable[[], Any], like: Any) -> None:
         self.work, self.like = work, like
@@ -452,15 +454,15 @@ class _Replay:
         self.graph: Any = None
         self.result: Any = None
 
-    def __call__(self) -> Any:
-        """Have the work done; return what it returned when it was captured."""
+    def __call__(self, stream: Any) -> Any:
+        """Have the work done on that stream, CuPy's view of it; return what it returned when it was captured."""
         if self.graph is None:
             with use_stream_of(self.like):
                 if not self.on_gpu() or not self.ran:  # a first run loads the kernels
                     self.ran = True
                     return self.work()
                 self._capture()
-        self.graph.launch(stream_of(self.like))
+        self.graph.launch(stream)
         return self.result
 
     def on_gpu(self) -> bool:

@@ -305,7 +305,7 @@ def install(monkeypatch):
     cache: Any = importlib.import_module("ddtree.interop.huggingface_cache")
     rounds: Any = importlib.import_module("ddtree.interop.huggingface_rounds")
     huggingface: Any = importlib.import_module("ddtree.interop.huggingface")
-    named = {"empty": Array, "array": array, "asarray": asarray, "ascontiguousarray": ascontiguousarray}
+    named: dict[str, Any] = {"empty": Array, "array": array, "asarray": asarray, "ascontiguousarray": ascontiguousarray}
     named |= {"full": lambda shape, value, dtype: array(np.full(shape, value, dtype))}
     fake = SimpleNamespace(__name__="cupy", ndarray=Array, cuda=CUDA, **named)
     kernels = module_of_kernels()

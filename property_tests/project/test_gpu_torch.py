@@ -475,3 +475,12 @@ def test_a_tree_made_on_the_host_is_refused_beside_tensors_on_the_gpu(torch):
     tree = tree_from_parents([[5, 7]], [[-1, 0]])
     with pytest.raises(ValueError, match=r"tree\.token_ids lies on cpu but target_token_ids on cuda:0: move them"):
         ddtree.accept_tree(tree, torch.zeros((1, 2), dtype=torch.int32, device="cuda"))
+
+
+def test_the_benchmark_measures_a_model_on_a_gpu(torch):
+    benchmark = importlib.import_module("ddtree.analysis.benchmarks.huggingface")
+    sizes = benchmark.DEEPSEEK_SIZES["8 M"] | {"num_hidden_layers": 2, "vocab_size": 512}
+    for drafter in ("oracle", "repeating"):
+        shares = benchmark.measure_on_gpu(benchmark.random_deepseek(sizes), budget=16, new_tokens=48, drafter=drafter)
+        assert min(shares) > 0
+        assert shares.outside > shares.drafting
