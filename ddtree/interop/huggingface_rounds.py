@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 __all__ = ["DeviceRun", "FetchedRound"]
 
 
+SLOT = struct.Struct("=2q")
+"""An address and a number of words, as ``copy_rows`` reads them."""
+
+
 class DeviceRun(_Run):
     """A generation whose rounds have a fixed envelope: N = 1 + budget slots of each request, unused ones inert."""
 
@@ -196,6 +200,7 @@ class _Built(NamedTuple):
     inputs: dict[str, Any]
     positions: Any
     fault: Any
+    """As the host sees it, once it has been read back."""
     end: int
 
 
@@ -234,7 +239,7 @@ class _Batch:
         self._told = new_mirror(like, mirror_size(((2,), np.int64)))  # where the logits are
         with self._told.arrays():
             self._logits_slot = xp.empty(2, np.int64)
-        self._host_logits_slot = self._told.on_host(self._logits_slot)
+        self._host_logits_slot: Any = self._told.on_host(self._logits_slot)
 
         self._staged = new_mirror(like, mirror_size(*(((B, depth, topk), np.int32),) * 2))
         with self._staged.arrays():  # on the GPU, what a draft's rows are copied to; on the host, where it is taken to
@@ -349,7 +354,7 @@ class _Batch:
                 kernels.tree_mask(tree, self.prefix_lens, geometry, import_array(mask), window=kind.window)
         exported = (export_array(array, run.cache.like) for array in inputs)
         named = dict(zip(("input_ids", "position_ids"), exported, strict=True))
-        return _Built(tree, named, positions, fault, self._results.used)
+        return _Built(tree, named, positions, self._results.on_host(fault), self._results.used)
 
     # After it
 
@@ -360,17 +365,18 @@ class _Batch:
                 self._moved, self._table = self.run.cache.moved, self.run.cache.table()
             self._accept = _Replay(self._accepted, self.run.cache.like)
         if self._logits is None:
-            self._logits = logits.new_empty(logits.shape)
-            self._word = word_of(logits.numel() * logits.element_size())
+            size = logits.numel() * logits.element_size()
+            self._logits, self._word = logits.new_empty(logits.shape), word_of(size)
+            self._logits_words = size // self._word
         if not self.on_gpu:
             self._logits.copy_(logits)
         elif not logits.is_contiguous() or logits.data_ptr() % self._word:
             logits = logits.flatten().clone()
-        self._host_logits_slot[:] = logits.data_ptr(), logits.numel() * logits.element_size() // self._word
+        SLOT.pack_into(self._host_logits_slot, 0, logits.data_ptr(), self._logits_words)
         self._round: _Accepted = self._accept(self.stream)
         self._results.used = self._round.end
         self._wait()
-        if self._refuse is not None and self.on_gpu and int(self._results.on_host(self.built.fault)[0]) != -1:
+        if self._refuse is not None and self.built.fault[0] != -1:
             self._refuse()
         return [np.array(tokens[:length], np.int32) for length, *tokens in self._round.emitted.tolist()]
 
