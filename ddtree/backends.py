@@ -98,6 +98,7 @@ class Backend:
         return function
 
 
+@functools.cache
 def _ops_of(name: str) -> tuple[str, ...]:
     """Operations of one of our backends, whether or not its library is installed (the packages are light)."""
     try:

@@ -428,7 +428,7 @@ def choose_tokens(
     if positions is not None:
         call.narrow("positions")
     if request_ids is not None:
-        call.arrays["request_ids"] = call["request_ids"].astype(np.int64, copy=False)
+        call.widen("request_ids")
     return call.run(
         lambda op: op(
             call["logits"],

@@ -11,6 +11,8 @@ from ddtree.reference.build_tree import build_tree
 from ddtree.reference.choose_tokens import choose_tokens
 from ddtree.reference.commit_round import commit_round
 from ddtree.reference.compact_cache import compact_cache
+from ddtree.reference.compact_layers import compact_layers, layer_table
+from ddtree.reference.emitted_tokens import emitted_tokens
 from ddtree.reference.find_draft_fault import find_draft_fault
 from ddtree.reference.find_tree_fault import find_tree_fault
 from ddtree.reference.guard_draft import guard_draft
@@ -31,6 +33,8 @@ from ddtree.reference.rope import (
 from ddtree.reference.route_experts import route_experts
 from ddtree.reference.swiglu import swiglu
 from ddtree.reference.topk_log_probs import topk_log_probs
+from ddtree.reference.tree_inputs import tree_inputs
+from ddtree.reference.tree_mask import tree_mask
 from ddtree.reference.tree_positions import tree_positions
 from ddtree.reference.verify_attention import verify_attention
 from ddtree.reference.visibility_words import visibility_words
@@ -43,11 +47,14 @@ __all__ = [
     "choose_tokens",
     "commit_round",
     "compact_cache",
+    "compact_layers",
     "deinterleave",
+    "emitted_tokens",
     "find_draft_fault",
     "find_tree_fault",
     "guard_draft",
     "head_linear",
+    "layer_table",
     "linear",
     "mla",
     "moe_experts",
@@ -61,6 +68,8 @@ __all__ = [
     "route_experts",
     "swiglu",
     "topk_log_probs",
+    "tree_inputs",
+    "tree_mask",
     "tree_positions",
     "verify_attention",
     "visibility_words",

@@ -1,7 +1,11 @@
 """What decoding with a Hugging Face model costs beside the model: ``python -m ddtree.analysis.benchmarks.huggingface``.
 
-Random models of Llama's form on the CPU; an oracle among decoys drafts full trees, so that no pass is smaller than the
-budget says. A pass of the model is everything in its ``forward``, the growing of its cache included; the rest is ours.
+Random models; an oracle among decoys drafts full trees, so that no pass is smaller than the budget says. A pass of the
+model is everything in its ``forward``, the growing of its cache included; the rest is ours.
+
+With ``--device cuda``, models of DeepSeek-V3's form on the GPU, beside transformers' ``generate``. Where the GPU is
+waited for, before and after each forward, the rest of a round is all that is in the way of the next forward: an upper
+bound, since without these waits the host's part hides behind the GPU's.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import numpy as np
 from ddtree.drafters import NoiseLaw, OracleDrafter
 from ddtree.interop.huggingface import DDTreeDecoder
 
-__all__ = ["Share", "measure", "random_llama"]
+__all__ = ["OnTheGpu", "Share", "measure", "measure_on_gpu", "random_deepseek", "random_llama"]
 
 SIZES = {
     "0.1 M": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256},
@@ -24,6 +28,30 @@ SIZES = {
     "134 M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32_000},
 }
 """Of the models, by their parameters."""
+_DEEPSEEK = {
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 4096,
+}
+DEEPSEEK_SIZES = {
+    "8 M": {
+        **_DEEPSEEK,
+        **{"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128},
+        **{"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 16},
+        **{"num_experts_per_tok": 2, "kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 32},
+        **{"qk_rope_head_dim": 16, "v_head_dim": 32},
+    },
+    "0.7 B": {
+        **_DEEPSEEK,
+        **{"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 2816, "moe_intermediate_size": 512},
+        **{"num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 32},
+        **{"num_experts_per_tok": 4, "kv_lora_rank": 512, "q_lora_rank": 384, "qk_nope_head_dim": 128},
+        **{"qk_rope_head_dim": 64, "v_head_dim": 128},
+    },
+}
+"""Of the models on a GPU, by their parameters."""
 
 
 class Share(NamedTuple):
@@ -105,18 +133,171 @@ def measure(
     return min(shares, key=lambda share: share.inside + share.outside)
 
 
+class OnTheGpu(NamedTuple):
+    """How fast a model on a GPU decodes one prompt, greedily.
+
+    Attributes
+    ----------
+    generate : float
+        Tokens a second of transformers' ``generate``.
+    one_by_one : float
+        Of ours, a token a pass.
+    tree : float
+        Of ours, trees that an oracle drafts.
+    tau : float
+        Tokens a round of these trees.
+    inside : float
+        Microseconds of a round in the model's forward, median, with the GPU waited for before and after it.
+    outside : float
+        Microseconds of a round outside of it, drafting included: an upper bound.
+    drafting : float
+        Of those, microseconds of the drafter.
+    """
+
+    generate: float
+    one_by_one: float
+    tree: float
+    tau: float
+    inside: float
+    outside: float
+    drafting: float
+
+
+def random_deepseek(sizes: dict[str, int], *, dtype: str = "bfloat16", device: str = "cuda") -> Any:
+    """A model of DeepSeek-V3's form with random weights."""
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = DeepseekV3ForCausalLM(
+            DeepseekV3Config(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        )
+    return model.eval().to(getattr(torch, dtype))
+
+
+class Repeating:
+    """Drafts the same tensors on the GPU each time: what a round costs beside a drafter that costs nothing."""
+
+    def __init__(self, model: Any, depth: int, topk: int) -> None:
+        import torch
+
+        ids = torch.arange(topk, dtype=torch.int32, device=model.device).expand(1, depth, topk)
+        falls = torch.linspace(1, 6, topk, device=model.device).expand(1, depth, topk)
+        self.draft = (-falls).contiguous(), ids.contiguous()
+
+    def __call__(self, context: Any, depth: int, topk: int) -> tuple[Any, Any]:
+        """Return the draft."""
+        return self.draft
+
+
+def measure_on_gpu(
+    model: Any,
+    *,
+    budget: int = 64,
+    depth: int = 7,
+    prompt_len: int = 32,
+    new_tokens: int = 128,
+    drafter: str = "oracle",
+) -> OnTheGpu:
+    """Decode one prompt in every way.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        On a GPU.
+    budget, depth : int
+        Of the trees.
+    prompt_len, new_tokens : int
+        Of the prompt, and behind it.
+    drafter : str
+        "oracle", on the host, or "repeating", on the device: of the rounds whose parts are told apart. The rates are
+        those of the oracle.
+    """
+    import torch
+
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, model.config.vocab_size, prompt_len)
+    ids = torch.from_numpy(prompt[None]).to(model.device)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new_tokens, "do_sample": False}
+    plain = DDTreeDecoder(model)
+    known = plain.generate([prompt], new_tokens, mode="autoregressive").tokens
+    oracle = DDTreeDecoder(model, OracleDrafter(known, model.config.vocab_size), depth=depth, budget=budget)
+    ways: list[Callable[[], Any]] = [
+        lambda: model.generate(ids, **options),
+        lambda: plain.generate([prompt], new_tokens, mode="autoregressive"),
+        lambda: oracle.generate([prompt], new_tokens),
+    ]
+    rates, result = [], None
+    for way in ways:
+        way()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = way()
+        torch.cuda.synchronize()
+        rates.append(new_tokens / (time.perf_counter() - start))
+    decoder = oracle
+    if drafter == "repeating":
+        decoder = DDTreeDecoder(model, Repeating(model, depth, budget), depth=depth, budget=budget)
+    assert result is not None
+    return OnTheGpu(rates[0], rates[1], rates[2], result.tau, *_parts(decoder, prompt, new_tokens))
+
+
+def _parts(decoder: DDTreeDecoder, prompt: Any, new_tokens: int) -> tuple[float, float, float]:
+    """Microseconds of a round inside the forward, outside, and in the drafter: medians, but of the first rounds."""
+    import torch
+
+    model, draft = decoder.target.model, decoder.drafter
+    inside: list[float] = []
+    drafting: list[float] = []
+    ends: list[float] = []
+    forward = model.forward
+
+    def waited(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = forward(*args, **kwargs)
+        torch.cuda.synchronize()
+        inside.append(time.perf_counter() - start)
+        return result
+
+    def drafted(context: Any, depth: int, topk: int) -> Any:
+        start = time.perf_counter()
+        result = draft(context, depth, topk)  # type: ignore[misc]
+        drafting.append(time.perf_counter() - start)
+        return result
+
+    model.forward, decoder.drafter = waited, drafted
+    try:
+        for _ in range(2):
+            for times in (inside, drafting, ends):
+                times.clear()
+            decoder.generate([prompt], new_tokens, on_round=lambda record: ends.append(time.perf_counter()))
+    finally:
+        model.forward, decoder.drafter = forward, draft
+    rounds = 1e6 * np.diff(ends)[2:]
+    within, drafts = (1e6 * np.array(times)[-len(rounds) :] for times in (inside, drafting))
+    return float(np.median(within)), float(np.median(rounds - within)), float(np.median(drafts))
+
+
 @click.command()
 @click.option("--budget", default=64, show_default=True, type=click.IntRange(1), help="Nodes of a tree.")
 @click.option(
     "--threads", default=1, show_default=True, type=click.IntRange(1), help="Of torch; with 1, CPU time counts."
 )
 @click.option("--cache", default="dynamic", show_default=True, type=click.Choice(["dynamic", "static"]))
-def main(budget: int, threads: int, cache: str) -> None:
+@click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
+def main(budget: int, threads: int, cache: str, device: str) -> None:
     """Measure models of several sizes and print a table."""
     import torch
     from rich.console import Console
     from rich.table import Table
 
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise click.ClickException("torch finds no GPU: leave out --device cuda")
+        Console().print(_table_on_gpu(budget))
+        return
     torch.set_num_threads(threads)
     table = Table("model", "passes", "inside, ms a pass", "outside, ms a pass", "outside, % of inside")
     for name, sizes in SIZES.items():
@@ -125,6 +306,24 @@ def main(budget: int, threads: int, cache: str) -> None:
         share = measure(random_llama(**sizes), budget=budget, cache=cache, clock=clock)
         table.add_row(name, str(share.passes), f"{share.inside:.2f}", f"{share.outside:.2f}", f"{share.percent:.1f}")
     Console().print(table)
+
+
+def _table_on_gpu(budget: int) -> Any:
+    from rich.progress import track
+    from rich.table import Table
+
+    table = Table(
+        *("model", "type", "drafter", "generate, tokens/s", "ours one by one", "ours in trees", "τ"),
+        *("inside, µs a round", "outside, µs a round", "of that drafting, µs"),
+    )
+    kinds = [(n, t, d) for n in DEEPSEEK_SIZES for t in ("float32", "bfloat16") for d in ("oracle", "repeating")]
+    for name, dtype, drafter in track(kinds, "decoding"):
+        share = measure_on_gpu(random_deepseek(DEEPSEEK_SIZES[name], dtype=dtype), budget=budget, drafter=drafter)
+        figures = (share.generate, share.one_by_one, share.tree, share.tau, share.inside, share.outside, share.drafting)
+        table.add_row(
+            name, dtype, drafter, *(f"{figure:,.2f}" if figure < 10 else f"{figure:,.0f}" for figure in figures)
+        )
+    return table
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class Run:
         # a target with a cache of its own takes prompts whole, as it likes them
         whole = isinstance(self.engine.target, CachingTarget)
         most = int(lens.max()) if whole else self.engine.prefill_chunk
-        choices = self.xp.zeros(len(prompts), np.int32)
+        ended: list[tuple[NDArray[np.int64], Any]] = []  # which prompts each pass ends, and what follows them
         hidden: list[list[dict[int, Any]]] = [[] for _ in prompts]
         for start in range(0, int(lens.max()), most):
             rows = np.flatnonzero(lens > start)
@@ -153,10 +153,14 @@ class Run:
                 hidden[row].append({layer: output.hidden_states[layer][b, :count] for layer in self.hidden_layers})
             last = np.flatnonzero(lens[rows] <= start + most)  # no one asks what follows other pieces
             if last.size:
-                at = self.xp.asarray(last)
+                logits = output.logits if last.size == len(rows) else output.logits[self.xp.asarray(last)]
                 positions = self.xp.asarray((start + taken[last] - 1)[:, None].astype(np.int32))
-                chosen = self.choose(output.logits[at], positions, self.keys[[running[b] for b in last]])
-                choices[self.xp.asarray(rows[last])] = chosen[:, 0]
+                ended.append((rows[last], self.choose(logits, positions, self.keys[[running[b] for b in last]])[:, 0]))
+        if len(ended) == 1:
+            return ended[0][1], [_joined(parts) for parts in hidden]
+        choices = self.xp.zeros(len(prompts), np.int32)
+        for rows, chosen in ended:
+            choices[self.xp.asarray(rows)] = chosen
         return choices, [_joined(parts) for parts in hidden]
 
     def forward(self, tree: DraftTree, cache: Any, *, last_only: bool = False) -> TargetOutput:
@@ -194,23 +198,32 @@ class Run:
         hidden_states : list of dict of int to array
             Of the rows that the last pass added for each.
         """
-        requests, (depth, _, topk) = list(self.active), self.plan[:3]
         context = DraftContext(
-            request_ids=list(requests),
-            tokens=[self.committed.tokens(r) for r in requests],
+            request_ids=list(self.active),
+            tokens=[self.committed.tokens(r) for r in self.active],
             root_token_ids=roots.copy(),
             hidden_states=hidden_states,
             began=self.began,
             ended=self.ended,
         )
+        return self.checked(self.answer(context))
+
+    def answer(self, context: DraftContext) -> Any:
+        """What the drafter says to ``context``, whatever that is."""
         assert self.drafter is not None
         try:
-            draft = self.drafter(context, depth, topk)
+            draft = self.drafter(context, self.plan.depth, self.plan.topk)
         except Exception as error:
-            error.add_note(f"drafter {name_of(self.drafter)} drafted for requests {', '.join(map(str, requests))}")
+            requests = ", ".join(map(str, self.active))
+            error.add_note(f"drafter {name_of(self.drafter)} drafted for requests {requests}")
             raise
         self.began, self.ended = [], []
-        return checked_draft(self.drafter, draft, (len(requests), depth, topk), self.drafted)
+        return draft
+
+    def checked(self, draft: Any) -> tuple[Any, Any]:
+        """A drafter's answer as two arrays, if it is of the form of a draft and no larger than asked for."""
+        assert self.drafter is not None
+        return checked_draft(self.drafter, draft, (len(self.active), self.plan.depth, self.plan.topk), self.drafted)
 
     def commit(self, requests: Any, tokens: Any, counts: Any, *, of_round: bool = True) -> list[int]:
         """Append what requests emitted, whose last tokens may end them.
@@ -232,6 +245,9 @@ class Run:
             Those that have ended, which are out of the batch then.
         """
         requests, counts = np.asarray(requests, np.int64), np.asarray(counts, np.int64)
+        if (counts < 1).any():
+            at = int(np.argmin(counts))
+            raise RuntimeError(f"request {requests[at]}: a round must emit a token, but accept_tree kept {counts[at]}")
         last = tokens[np.arange(len(requests)), counts - 1]
         if (last < 0).any():
             at = int(np.argmax(last < 0))
@@ -278,6 +294,13 @@ class Run:
         """Work where the target's cache is, on the stream that its library works on now."""
         with use_stream_of(self.cache.like):
             yield
+
+    def clock(self, stage: str = "", since: float = 0.0) -> float:
+        """The time; what has passed since another counts for ``stage``."""
+        now = time.perf_counter()
+        if stage:
+            self.seconds[stage] += now - since
+        return now
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:

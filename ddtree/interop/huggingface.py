@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ddtree.arrays import array_kind, import_array, to_numpy, use_stream_of
 from ddtree.checks import FLOATS
 from ddtree.engine import Emission, Engine, Generation
+from ddtree.engine.run import Plan, Run
 from ddtree.interop.huggingface_cache import CacheView, ModelCache, layer_kinds
 from ddtree.protocols import Drafter, TargetOutput
 from ddtree.trees import DraftTree, chain_tree, tree_from_parents
@@ -62,7 +63,8 @@ class DDTreeDecoder(Engine):
     -----
     Prompts of unequal length are batched without a pad token. Logits processors, and what else ``generation_config``
     has but its stop tokens, take no part. On a GPU the operations run on torch's stream through CuPy, which must be
-    installed.
+    installed: what a round does outside of the model's forward is two CUDA graphs, for trees of 1 + ``budget`` slots
+    whatever was drafted, and the host waits once a round.
 
     Examples
     --------
@@ -166,6 +168,14 @@ class DDTreeDecoder(Engine):
             rows, max_new_tokens, self.stop_token_ids if stop_token_ids is None else stop_token_ids, **options
         )
 
+    def new_run(self, plan: Plan, *arguments: Any) -> Run:
+        """Open a generation: on a GPU, one whose rounds are graphs before and after the model's forward."""
+        if not self.target.on_gpu or plan.policy is not None or self.backend not in (None, "cupy"):
+            return super().new_run(plan, *arguments)  # a policy or a backend of the caller's works as it likes
+        from ddtree.interop.huggingface_rounds import DeviceRun
+
+        return DeviceRun(self, plan, *arguments)
+
     @property
     def stop_token_ids(self) -> list[int]:
         """The tokens that end a request where none are given: those of the model's generation config."""
@@ -253,9 +263,13 @@ class HuggingFaceTarget:
     """
 
     def __init__(self, model: Any, *, cache: str | Callable[[int], Any] = "dynamic") -> None:
-        _imported()
+        self._no_grad = _imported().no_grad
         self.model = model
         self._parameters = _checked_forward(model)
+        self._cache_parameter = "cache" if "cache" in self._parameters else "past_key_values"
+        self._constants: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        if "output_router_logits" in self._parameters:
+            self._constants["output_router_logits"] = False  # their loss would read a 4-D mask as a padding mask
         self.config = model.config.get_text_config(decoder=True)
         self._check_state()
         _check_placement(model)
@@ -269,6 +283,11 @@ class HuggingFaceTarget:
     def device(self) -> Any:
         """The torch device that the model is on."""
         return self.model.device
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model is on a CUDA device."""
+        return bool(self.device.type == "cuda")
 
     def open_cache(self, most_rows: list[int]) -> ModelCache:
         """Return a cache for requests that need so many rows each."""
@@ -292,22 +311,35 @@ class HuggingFaceTarget:
             "position_ids": self._sent(self._positions(cache.host_prefix_lens[:, None] + depths)),
             # a prompt is what the model is made for: its own causal mask is right, and takes no memory
             "attention_mask": None if _is_prompt(host, cache) else cache.owner.masks(host, cache),
-            "cache" if "cache" in self._parameters else "past_key_values": cache.owner.past,
-            "use_cache": True,
-            "return_dict": True,
         }
         last = host.node_counts - 1
         if last_only and "logits_to_keep" in self._parameters:
             rows, last = np.unique(last, return_inverse=True)
             inputs["logits_to_keep"] = self._sent(rows)
-        if "output_router_logits" in self._parameters:
-            inputs["output_router_logits"] = False  # their loss would read a 4-D mask as a padding mask
-        with torch.no_grad(), self._hidden_states(hidden_layers, inputs) as hidden_states:
-            output = self.model(**inputs)
-        logits = output.logits
+        logits, hidden_states = self.run(inputs, cache.owner.past, hidden_layers)
         if last_only:
             logits = logits[torch.arange(len(last), device=logits.device), self._sent(last)][:, None]
-        return TargetOutput(import_array(logits.contiguous()), hidden_states(output))
+        return TargetOutput(import_array(logits.contiguous()), hidden_states)
+
+    def run(self, inputs: dict[str, Any], past: Any, hidden_layers: tuple[int, ...] = ()) -> tuple[Any, dict[int, Any]]:
+        """Call the model, which appends keys to ``past``; return logits and hidden states, torch tensors.
+
+        Parameters
+        ----------
+        inputs : dict
+            ``input_ids``, ``position_ids`` and ``attention_mask``, and what else the model's forward is to be given.
+        past : transformers.Cache
+            Of :class:`ddtree.interop.huggingface_cache.ModelCache`.
+        hidden_layers : tuple of int
+            Layers whose hidden states are wanted.
+        """
+        inputs = {**inputs, self._cache_parameter: past, **self._constants}
+        if not hidden_layers:
+            with self._no_grad():
+                return self.model(**inputs).logits, {}
+        with self._no_grad(), self._hidden_states(hidden_layers, inputs) as hidden_states:
+            output = self.model(**inputs)
+        return output.logits, hidden_states(output)
 
     def _positions(self, positions: NDArray[Any]) -> NDArray[Any]:
         """Nodes that stand beyond a table of positions could not be committed: any position of it will do."""
@@ -402,14 +434,16 @@ class HuggingFaceTarget:
         return float(np.abs(got - wanted).max()), float(allowed)
 
 
-def _imported() -> None:
+def _imported() -> Any:
+    """Return torch; transformers can be imported, too."""
     try:
-        import torch  # noqa: F401
+        import torch
         import transformers  # noqa: F401
     except ImportError as error:
         raise ImportError(
             f"DDTreeDecoder needs torch and transformers ({error}): pip install 'ddtree[huggingface]'"
         ) from error
+    return torch
 
 
 def _checked_forward(model: Any) -> frozenset[str]:

@@ -7,6 +7,7 @@ between a request's prefix and its tree is left from former passes, finite, and 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree.arrays import array_namespace, export_array, import_array, to_numpy
+from ddtree.arrays import array_namespace, export_array, import_array
 from ddtree.interop.layouts import additive_mask
 from ddtree.trees import Acceptance, DraftTree
 
@@ -93,8 +94,9 @@ class ModelCache:
     Parameters
     ----------
     past : transformers.Cache
-        Empty. Its layers are dynamic or static ones. Sliding-window layers, which would drop keys that are still needed
-        when a draft is turned down, are replaced by layers that keep all; of the dynamic ones, what no window reaches
+        Empty. Its layers are dynamic or static ones. Dynamic ones are replaced by layers that stay where they are, see
+        :class:`ddtree.interop.huggingface_layers.RowsLayer`; sliding-window layers, which would drop keys that are
+        still needed when a draft is turned down, by layers that keep all. Of the dynamic ones, what no window reaches
         any more is dropped between passes.
     kinds : list of LayerKind
         How each layer attends.
@@ -105,6 +107,14 @@ class ModelCache:
     like : torch.Tensor
         Any tensor of the model's type on its device.
 
+    Attributes
+    ----------
+    kernels : module
+        Who compacts the layers and makes masks on the model's device: :mod:`ddtree.reference` on the CPU, or
+        :mod:`ddtree.kernels.cupy`.
+    mask_kinds : list of LayerKind
+        Those that have a mask of their own.
+
     Raises
     ------
     TypeError, ValueError
@@ -114,35 +124,50 @@ class ModelCache:
     def __init__(self, past: Any, kinds: list[LayerKind], requests: int, rows: int, like: Any) -> None:
         self.past, self.kinds, self.like = past, kinds, like
         self.requests = list(range(requests))
-        self.static = _adopt(past, rows)
+        self.rows = rows
+        self.mask_kinds = list(dict.fromkeys(kinds))
+        self.static, self._places = _adopt(past, kinds, rows)
         self.dropped = 0  # rows that the windowed layers no longer hold
+        self._window = max((kind.window for kind in kinds if kind.window is not None), default=None)
+        self._counts: Any = None  # of static layers, all of them
+        self._selections = 0
+        self._table: tuple[Any, Any] = None, None  # what it was made of, and the table itself
         self._host_like = like.new_empty(0, device="cpu")
         self._xp = array_namespace(import_array(like))
+        self.kernels = importlib.import_module("ddtree.reference" if self._xp is np else "ddtree.kernels.cupy")
 
     def view(self, requests: Sequence[int], prefix_lens: NDArray[np.int32], window: Any) -> CacheView:
         """The cache of ``requests`` alone, and of their prefixes alone."""
-        if self.requests != list(requests):
+        tree_row = self.arrange(list(requests), prefix_lens.tolist())
+        return CacheView(self, self._xp.asarray(prefix_lens), prefix_lens, tree_row)
+
+    def arrange(self, requests: list[int], prefix_lens: list[int]) -> int:
+        """Keep ``requests`` alone, and their prefixes alone; return the row that every tree begins at."""
+        if self.requests != requests:
             self._select([self.requests.index(request) for request in requests])
             self.requests = list(requests)
-        tree_row = int(prefix_lens.max())
-        self._crop(tree_row, int(prefix_lens.min()))
-        return CacheView(self, self._xp.asarray(prefix_lens), prefix_lens, tree_row)
+        tree_row = max(prefix_lens)
+        self._crop(tree_row, min(prefix_lens))
+        return tree_row
 
     def compact(self, view: CacheView, acceptance: Acceptance) -> None:
         """Move the accepted rows of the pass over ``view`` up behind each prefix, in every layer, in place."""
-        import torch
+        tree_rows = self._xp.full(len(view.host_prefix_lens), view.tree_row, np.int32)
+        self.kernels.compact_layers(self.table(), view.prefix_lens, tree_rows, acceptance)
 
-        nodes, lengths = to_numpy(acceptance.node_indices), to_numpy(acceptance.lengths)
-        b, k = np.nonzero(np.arange(nodes.shape[1]) < lengths[:, None])
-        source, target = view.tree_row + nodes[b, k].astype(np.int64), view.host_prefix_lens[b].astype(np.int64) + k
-        moved = source != target
-        if not moved.any():
-            return
-        b, source, target = (torch.from_numpy(a[moved]).to(self.like.device) for a in (b, source, target))
-        for layer, _, dropped in self._layers():
-            for tensor in (layer.keys, layer.values):
-                # what is read is a copy, taken before anything is written
-                tensor[b, :, target - dropped] = tensor[b, :, source - dropped]
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Something else whenever a layer's memory is another."""
+        full, windowed = self._places
+        return self._selections, full.moves + windowed.moves
+
+    def table(self) -> Any:
+        """Return what ``compact_layers`` takes; the same one as long as the layers are where they were."""
+        if self._table[0] != self.moved:
+            parts = [(t, getattr(layer, "base", 0)) for layer, _ in self._layers() for t in _storage(layer)]
+            make = importlib.import_module(f"{self.kernels.__name__}.compact_layers").layer_table
+            self._table = self.moved, make([import_array(tensor) for tensor, _ in parts], [base for _, base in parts])
+        return self._table[1]
 
     def release(self, request: int) -> None:
         """Nothing: the next view leaves out the batch row of a finished request."""
@@ -152,7 +177,7 @@ class ModelCache:
 
         An unused slot sees what the root sees: its keys are finite, and so is what they are multiplied by 0 with.
         """
-        masks = {kind.name: self._mask(tree, view, kind) for kind in dict.fromkeys(self.kinds)}
+        masks = {kind.name: self._mask(tree, view, kind) for kind in self.mask_kinds}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _mask(self, tree: DraftTree, view: CacheView, kind: LayerKind) -> Any:
@@ -169,40 +194,73 @@ class ModelCache:
         seen = np.ascontiguousarray(mask[..., self.dropped if kind.window is not None else 0 :])
         return export_array(seen, self._host_like).to(self.like.device)
 
-    def _layers(self) -> list[tuple[Any, LayerKind, int]]:
-        """Each layer that holds keys, its kind, and how many of its first rows are dropped."""
-        layers = zip(self.past.layers, self.kinds, strict=False)  # made in the first pass, where not before
-        return [
-            (layer, kind, self.dropped if kind.window is not None else 0)
-            for layer, kind in layers
-            if layer.keys is not None
-        ]
+    def geometry(self, slots: int, tree_row: int) -> list[tuple[int, int, int]]:
+        """Return each kind of mask's place, as ``tree_mask`` takes it: of trees of so many slots at ``tree_row``."""
+        columns = tree_row + slots if self.static is None else self.static
+        firsts = [0 if kind.window is None else self.dropped for kind in self.mask_kinds]
+        return [(tree_row, first, columns - first) for first in firsts]
+
+    @property
+    def most_columns(self) -> int:
+        """The most columns of a mask."""
+        return self.rows if self.static is None else self.static
+
+    def _layers(self) -> list[tuple[Any, LayerKind]]:
+        """Each layer that holds keys, and its kind; they are made in the first pass, where not before."""
+        layers = zip(self.past.layers, self.kinds, strict=False)
+        return [(layer, kind) for layer, kind in layers if layer.keys is not None]
 
     def _select(self, batch_rows: list[int]) -> None:
         import torch
 
         index = torch.tensor(batch_rows, device=self.like.device)
-        for layer, _, _ in self._layers():
-            layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
+        for layer, _ in self._layers():
+            if self.static is None:
+                layer.select(index)
+            else:
+                layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
+        self._selections += 1
 
     def _crop(self, rows: int, shortest: int) -> None:
         """Keep the first ``rows`` rows, less those that no position from ``shortest`` on has in its window."""
         if self.static is not None:
-            for layer, _, _ in self._layers():
-                layer.cumulative_length.fill_(rows)
+            self._count(rows)
             return
-        windows = [kind.window for kind in self.kinds if kind.window is not None]
-        drop = max(self.dropped, shortest - max(windows) + 1) if windows else 0
-        for layer, kind, dropped in self._layers():
-            first = drop - dropped if kind.window is not None else 0
-            layer.keys = layer.keys[:, :, first : rows - dropped]
-            layer.values = layer.values[:, :, first : rows - dropped]
-        self.dropped = drop if self._layers() else 0
+        if self._window is not None and rows > 0:
+            self.dropped = max(self.dropped, shortest - self._window + 1)
+        full, windowed = self._places
+        full.rows = windowed.rows = rows
+        windowed.first = self.dropped
+
+    def _count(self, rows: int) -> None:
+        """Tell static layers how many rows they hold, by one launch: their counts are made to lie side by side."""
+        layers = self._layers()
+        if not layers:
+            return
+        if self._counts is None:
+            import torch
+
+            self._counts = torch.zeros(len(layers), dtype=layers[0][0].cumulative_length.dtype, device=self.like.device)
+            for i, (layer, _) in enumerate(layers):
+                layer.cumulative_length = self._counts[i]
+                torch._dynamo.mark_static_address(layer.cumulative_length)  # as the layer had it, for compiled models
+        self._counts.fill_(rows)
 
 
-def _adopt(cache: Any, rows: int) -> int | None:
-    """See that a cache can be compacted, and make its layers keep their keys; return a static cache's rows."""
+def _storage(layer: Any) -> tuple[Any, Any]:
+    """Keys and values, with what room there is behind them."""
+    held = getattr(layer, "storage", None)
+    return (layer.keys, layer.values) if held is None else held
+
+
+def _adopt(cache: Any, kinds: list[LayerKind], rows: int) -> tuple[int | None, tuple[Any, Any]]:
+    """See that a cache can be compacted, and make its layers keep their keys.
+
+    Returns a static cache's rows, and the places of a dynamic one's layers: of the full ones and of the windowed ones.
+    """
     from transformers import cache_utils
+
+    from ddtree.interop.huggingface_layers import Place, RowsLayer
 
     name = type(cache).__name__
     if not isinstance(cache, cache_utils.Cache):
@@ -216,11 +274,11 @@ def _adopt(cache: Any, rows: int) -> int | None:
     static = [layer.max_cache_len for layer in cache.layers if type(layer) is cache_utils.StaticLayer]
     columns = int(max([rows, *static]))
     for i, layer in enumerate(cache.layers):
-        if type(layer) is cache_utils.DynamicSlidingWindowLayer:
-            cache.layers[i] = cache_utils.DynamicLayer()
-        elif type(layer) is cache_utils.StaticSlidingWindowLayer:
+        if type(layer) is cache_utils.StaticSlidingWindowLayer:
             cache.layers[i] = cache_utils.StaticLayer(max_cache_len=columns)
-    classes = {type(layer) for layer in cache.layers} - {dummy} | ({made} if made is not None else set())
+    sliding = cache_utils.DynamicSlidingWindowLayer
+    classes = {cache_utils.DynamicLayer if type(layer) is sliding else type(layer) for layer in cache.layers} - {dummy}
+    classes |= {made} if made is not None else set()
     if classes not in ({cache_utils.DynamicLayer}, {cache_utils.StaticLayer}):
         wrong = sorted(c.__name__ for c in classes - {cache_utils.DynamicLayer, cache_utils.StaticLayer})
         raise TypeError(
@@ -231,11 +289,18 @@ def _adopt(cache: Any, rows: int) -> int | None:
         layer.keys is not None and int(layer.get_seq_length()) for layer in cache.layers if type(layer) is not dummy
     ):
         raise ValueError(f"cache must be empty, got a {name} in use: make a new one in each call")
+    full, windowed = places = Place(), Place()
     if classes == {cache_utils.DynamicLayer}:
-        return None
+        layers = [RowsLayer(full if kind.window is None else windowed, rows) for kind in kinds]
+        if made is None:
+            pairs = zip(cache.layers, layers, strict=False)
+            cache.layers[:] = [layer if type(layer) is dummy else own for layer, own in pairs]
+        else:  # it makes its layers in the first pass
+            cache.layer_class_to_replicate = lambda: layers[len(cache.layers)]
+        return None, places
     if min([columns, *static]) < columns:
         raise ValueError(
             f"cache must hold {columns} rows, the longest request and its tree, got a {name} of {min(static)}: make it "
             "of the number of rows that it is called with"
         )
-    return columns
+    return columns, places

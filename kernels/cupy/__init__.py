@@ -5,6 +5,10 @@ there (``oracle_draft``, ``ngram_draft``, ``append_context``, ``block_attention`
 named as in :mod:`ddtree.reference` where they are there. All take and return CuPy arrays and work on CuPy's current
 stream; nothing waits for the GPU. A ``.cu`` file stands beside its launcher of the same name, ``program.py`` says how
 they are compiled, and ``RESOURCES.md`` what they need.
+Beside the operations there are a model's layers for few tokens, and what a model of another library needs (its inputs,
+its mask, its caches compacted), named as in :mod:`ddtree.reference` where they are there. All take and return CuPy
+arrays and work on CuPy's current stream; nothing waits for the GPU. A ``.cu`` file stands beside its launcher of the
+same name, ``program.py`` says how they are compiled, and ``RESOURCES.md`` what they need.
 
 Importing this package imports neither CuPy nor a kernel: each name below loads the module of that name.
 """
@@ -19,6 +23,10 @@ __all__ = [
     "choose_tokens",
     "commit_round",
     "compact_cache",
+    "compact_layers",
+    "copy_rows",
+    "emitted_tokens",
+    "find_draft_fault",
     "guard_draft",
     "head_linear",
     "linear",
@@ -30,6 +38,8 @@ __all__ = [
     "route_experts",
     "swiglu",
     "topk_log_probs",
+    "tree_inputs",
+    "tree_mask",
     "tree_positions",
     "verify_attention",
     "visibility_words",

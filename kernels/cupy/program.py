@@ -45,6 +45,10 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "commit_round": (),
     "compact_cache": (),
     "guard_draft": (),
+    "compact_layers": (),
+    "copy_rows": (),
+    "emitted_tokens": (),
+    "find_draft_fault": (),
     "linear": (),
     "moe_experts": (),
     "ngram_draft": ("--fmad=false",),
@@ -53,6 +57,8 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "rope": (),
     "route_experts": (),
     "topk_log_probs": (),
+    "tree_inputs": (),
+    "tree_mask": (),
     "tree_positions": (),
     "verify_attention": (),
     "visibility_words": (),
@@ -97,10 +103,22 @@ def _kernel(program: str, name: str, device: int) -> Any:
     module = _module(program, device)
     function = module.get_function(name)
     if f"DDTREE_SHARED({name}," in program_source(program):
-        # Reading the constant waits for the GPU, once a kernel and device.
-        stated = _cupy().ndarray((), np.uint32, module.get_global(f"ddtree_shared_{name}"))
-        function.max_dynamic_shared_size_bytes = int(stated.get())
+        function.max_dynamic_shared_size_bytes = _stated_shared(module, name)
     return function
+
+
+def _stated_shared(module: Any, name: str) -> int:
+    """Read what a source states by ``DDTREE_SHARED``, once a kernel and device.
+
+    The read is on a stream of its own: it waits for nothing but itself, and disturbs no capture of the current stream.
+    """
+    runtime = _cupy().cuda.runtime
+    stated = np.empty((), np.uint32)
+    with _cupy().cuda.Stream(non_blocking=True) as stream:
+        constant = module.get_global(f"ddtree_shared_{name}").ptr
+        runtime.memcpyAsync(stated.ctypes.data, constant, stated.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
+        stream.synchronize()
+    return int(stated)
 
 
 def launch(
@@ -212,7 +230,7 @@ def _multiprocessors(device: int) -> int:
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     """Return a new array on the current device with anything in it."""
-    return _cupy().empty(shape, dtype)
+    return _cupy().ndarray(shape, dtype)
 
 
 def contiguous(array: Any, dtype: Any = None) -> Any:

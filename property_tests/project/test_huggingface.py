@@ -7,10 +7,11 @@ from types import MethodType, SimpleNamespace
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 
 from ddtree import Acceptance, DDTreeDecoder, NgramDrafter, OracleDrafter, reference
-from ddtree.analysis.benchmarks.huggingface import measure, random_llama
+from ddtree.analysis.benchmarks.huggingface import main, measure, random_llama
 from ddtree.analysis.record import record_trace
 from ddtree.analysis.replay import replay
 from ddtree.analysis.rounds import round_table
@@ -724,3 +725,10 @@ def test_the_benchmark_tells_the_time_in_the_model_from_the_rest():
     assert min(share.inside, share.outside) > 0
     assert share.percent == 100 * share.outside / share.inside
     assert model.forward.__func__ is type(model).forward  # as it was
+
+
+def test_the_benchmark_on_a_gpu_says_if_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(main, ["--device", "cuda"])
+    assert result.exit_code == 1
+    assert result.output == "Error: torch finds no GPU: leave out --device cuda\n"
