@@ -537,12 +537,12 @@ class StillTarget:
     """
 
     vocab_size = 32_768
-    capturable = True
     layers, width = 12, 576
 
     def __init__(self, backend: str | None) -> None:
         kind = "numpy" if backend is None else get_backend(backend).array_kind
         self.xp = importlib.import_module(kind)
+        self.capturable = kind == "cupy"
         logits = np.zeros((1, 1 + 64, self.vocab_size), np.float32)
         logits[..., 7] = 1.0
         self.logits = self.xp.asarray(logits)
