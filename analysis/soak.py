@@ -10,6 +10,7 @@ A round is one of a whole batch. Where an engine does not show its rounds, the f
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -347,6 +348,9 @@ class _Memory:
 
     def sample(self, rounds: int) -> None:
         gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+        if trim is not None:
+            trim(0)  # pages that glibc's heap keeps though nobody has them are no growth
         self.rounds.append(rounds)
         self.series["host"].append(_resident_bytes() / 2**20)
         if self.cupy is not None:

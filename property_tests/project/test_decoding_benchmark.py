@@ -11,6 +11,7 @@ from ddtree.analysis import figures
 from ddtree.analysis.benchmarks import decoding, decoding_report
 from ddtree.analysis.benchmarks.decoding import QUICK, Report, Speed, main, measure, read_json, write_json
 from ddtree.analysis.benchmarks.decoding_report import page, targets
+from ddtree.analysis.margins import BOUNDS
 from ddtree.costs import CostModel, measure_passes
 from ddtree.engine import Engine
 from ddtree.property_tests.project.on_gpu import gpu_library
@@ -93,12 +94,31 @@ def test_wrong_tokens_are_a_fault_and_those_not_recomputed_are_counted(monkeypat
         return generation
 
     monkeypatch.setattr(Engine, "generate", wrong)
-    monkeypatch.setattr(decoding, "EXAMINED", 1)
-    report = measure([TINY], ["float32"], sizes=QUICK, sections=("batch",))
+    report = measure([TINY], ["float32"], sizes=QUICK, sections=("batch",), examined=1)
     (fault,) = report.faults
     assert f"{TINY}, float32, batch of 2: request 0 differs at new token 5" in fault
     assert report.unexamined == 1
     assert len(report.speeds) == len(QUICK.batches)
+    quicker = measure([TINY], ["float32"], sizes=QUICK, sections=("batch",), examined=0)
+    assert (quicker.faults, quicker.unexamined) == ([], 2)
+
+
+def test_a_difference_at_a_tie_is_noted_and_no_fault(monkeypatch):
+    generate = Engine.generate
+
+    def other(self, prompts, new, **options):
+        generation = generate(self, prompts, new, **options)
+        if len(prompts) > 1 and new == QUICK.long:
+            generation.tokens[1][3] = (generation.tokens[1][3] + 1) % self.vocab_size
+        return generation
+
+    monkeypatch.setattr(Engine, "generate", other)
+    monkeypatch.setitem(BOUNDS, "float32", replace(BOUNDS["float32"], logits=1e9))
+    report = measure([TINY], ["float32"], sizes=QUICK, sections=("batch",))
+    (found,) = report.differences
+    assert (report.faults, report.unexamined) == ([], 0)
+    assert (found["where"], found["request"], found["place"]) == (f"{TINY}, float32, batch of 2", 1, 3)
+    assert "1 differ, first at a tie; 0 more differ" in page(report)
 
 
 def test_a_step_that_fails_is_a_fault_and_the_others_go_on(monkeypatch):
