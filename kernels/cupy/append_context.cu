@@ -21,7 +21,6 @@ __device__ __forceinline__ void append(
     const int32* __restrict__ kept, const T* __restrict__ key_norms, const double* __restrict__ frequencies, double eps,
     int32 J, int32 H, int32 E, int32 W, int64 key_stride, int64 value_stride)
 {
-    wait_for_earlier();
     __shared__ Wide<T> cosines[MOST_PAIRS], sines[MOST_PAIRS];
     const int64 layers = gridDim.y, layer = blockIdx.y, b = blockIdx.x / J;
     const int32 j = blockIdx.x % J, rows = min(kept[b], J), lane = threadIdx.x % 32;

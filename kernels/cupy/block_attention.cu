@@ -120,11 +120,9 @@ __device__ __forceinline__ void attend(
     const double* __restrict__ frequencies, double eps, double scale, int32 size, int32 H, int32 E, int32 W,
     T* __restrict__ mixed)
 {
-    wait_for_earlier();
     using X = Wide<T>;
     constexpr int32 THREADS = threads_of(sizeof(X));
     constexpr int32 GROUPS = THREADS / 32 / (QUERIES / PART);  // of warps that share the rows
-    wait_for_earlier();
     extern __shared__ __align__(16) double dynamic[];
     __shared__ X greatest[GROUPS][QUERIES], totals[GROUPS][QUERIES];
     const int32 t = threadIdx.x, lane = t % 32, warp = t / 32, half = E / 2;

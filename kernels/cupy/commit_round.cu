@@ -21,7 +21,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_emitted(
     const int32* __restrict__ bonus, const bool* __restrict__ finished, const int32* __restrict__ faults,
     int32* __restrict__ record, int32 B, int32 R, int32 N, int32 width)
 {
-    wait_for_earlier();
     const int32 b = blockIdx.x * SLOTS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (b >= B) return;  // a whole warp
     const int32 n = accepted[b], length = lengths[b], last = bonus[b];

@@ -19,7 +19,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_faults(
     const float* __restrict__ log_probs, const int32* __restrict__ token_ids, const int32* __restrict__ remaining,
     float* __restrict__ guarded, int32* __restrict__ faults, int32 L, int32 K, int32 vocab_size)
 {
-    wait_for_earlier();
     __shared__ uint64 first;
     const int32 b = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float* values = log_probs + int64(b) * L * K;

@@ -106,7 +106,6 @@ __device__ __forceinline__ void draft(
     int32 voters, int32 K, int32 longest, int32 shortest, double escape, int32 slots, int32 candidates,
     float* __restrict__ log_probs, int32* __restrict__ token_ids)
 {
-    wait_for_earlier();
     constexpr int32 WARPS = THREADS / 32;
     extern __shared__ uint64 dynamic[];
     __shared__ uint32 sums[2][32];

@@ -14,7 +14,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) oracle_draft(
     const int32* __restrict__ prompt_lens, int32 B, int32 P, int32 L, int32 K, float* __restrict__ log_probs,
     int32* __restrict__ token_ids)
 {
-    wait_for_earlier();
     const int64 i = int64(blockIdx.x) * THREADS + threadIdx.x, size = int64(L) * K, b = i / size;
     if (b >= B) return;
     const int64 entry = min(max(int64(lengths[b]) - prompt_lens[b] - 1, 0ll), int64(P) - 1);

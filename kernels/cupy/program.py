@@ -19,6 +19,7 @@ import numpy as np
 
 __all__ = [
     "ADDED_BY_CUPY",
+    "EARLY",
     "OPTIONS",
     "PROGRAMS",
     "blocks_for",
@@ -64,6 +65,10 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "visibility_words": (),
 }
 """Every program, which is the name of its file, and its own options."""
+
+EARLY = {"linear", "moe_experts", "rms_norm", "rope", "route_experts", "verify_attention"}
+"""Programs that may be launched early, while the launch before still runs: all their blocks call ``wait_for_earlier``
+(see ``common.cuh``) before they write, or read what that launch may have written."""
 
 SUFFIXES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
@@ -126,9 +131,6 @@ def launch(
 ) -> None:
     """Run a kernel on CuPy's current stream; on an empty grid, do nothing.
 
-    It may begin while the launch before it still runs, and waits for that one's end where its source says
-    ``wait_for_earlier`` (see ``common.cuh``), before it touches memory: what comes before that costs no time.
-
     Scalars are NumPy's, of the parameter's type; arrays are CuPy's and C-contiguous. ``shared`` is the dynamic shared
     memory in bytes, at most what the source states.
     """
@@ -136,7 +138,7 @@ def launch(
     block = (block,) if isinstance(block, int) else block
     if 0 in grid:
         return
-    _launch(kernel(program, name), grid, block, arguments, shared)
+    _launch(kernel(program, name), grid, block, arguments, shared, early=program in EARLY)
 
 
 class _Attribute(ctypes.Structure):
@@ -179,18 +181,25 @@ class _Room(threading.local):
         first = ctypes.addressof(self.values)
         self.pointers = (ctypes.c_void_p * MOST_ARGUMENTS)(*(first + 8 * i for i in range(MOST_ARGUMENTS)))
         self.attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-        self.launch = _Configuration(attributes=ctypes.pointer(self.attribute), count=1)
+        self.launch = _Configuration(attributes=ctypes.pointer(self.attribute))
 
 
 _room = _Room()
 
 
 def _launch(
-    function: Any, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...], shared: int
+    function: Any,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    arguments: tuple[Any, ...],
+    shared: int,
+    *,
+    early: bool,
 ) -> None:
-    """Run a kernel by the driver's call that lets it begin before the one before has ended, which CuPy has not."""
+    """Run a kernel by the driver's call, which takes an ``early`` one, as CuPy's does not, and costs less time."""
     launch = _room.launch
     launch.grid[:], launch.block[:] = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
+    launch.count = int(early)
     launch.shared, launch.stream = shared, _cupy().cuda.get_current_stream().ptr
     values = [a if isinstance(a, np.generic) else a.data.ptr for a in arguments]
     _packer(tuple(map(type, values))).pack_into(_room.values, 0, *values)

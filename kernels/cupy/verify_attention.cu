@@ -1164,8 +1164,8 @@ __device__ __forceinline__ void attend(
 // entirely are in `out` already.
 template <typename T>
 __device__ __forceinline__ void merge(
-    const __half* __restrict__ parts, const float2* __restrict__ stats, const float* __restrict__ scales,
-    const int2* __restrict__ schedule, const int32* __restrict__ node_counts, T* __restrict__ out, int32 rows, int32 H,
+    const __half* parts, const float2* stats, const float* scales, const int2* schedule, const int32* node_counts,
+    T* __restrict__ out, int32 rows, int32 H,
     int32 split, int32 blocks_a_request)
 {
     __shared__ float gathered[THREADS][9];

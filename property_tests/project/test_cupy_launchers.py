@@ -120,5 +120,5 @@ def test_a_launch_that_the_driver_refuses_is_an_error(monkeypatch):
     with pytest.raises(
         RuntimeError, match=r"cuLaunchKernelEx failed with status 1: grid \(2, 3\), block \(64,\), shared 16"
     ):
-        program._launch(function, (2, 3), (64,), arguments, 16)
+        program._launch(function, (2, 3), (64,), arguments, 16, early=True)
     assert seen == [([2, 3, 1], [64, 1, 1], 16, 1, 1), 7]
