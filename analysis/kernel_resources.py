@@ -72,6 +72,9 @@ class KernelResources:
         The most a block, as the source's ``__launch_bounds__`` says; 0 where it says nothing.
     min_blocks : int
         Blocks a multiprocessor that it asks the compiler to make room for; 0 where it says nothing.
+    waits : bool
+        Whether it waits for the launch before, and reads and writes nothing of the GPU's memory until then: that it may
+        be launched early.
     """
 
     program: str
@@ -84,6 +87,7 @@ class KernelResources:
     dynamic_shared: int
     threads: int
     min_blocks: int
+    waits: bool = False
 
     @property
     def blocks_per_sm(self) -> int:
@@ -163,7 +167,8 @@ def compile_program(program: str, arch: str) -> list[KernelResources]:
         threads, min_blocks = _launch_bounds(ptx, name)
         result.append(
             KernelResources(
-                *(program, name, arch, registers, spills, stack, shared, stated.get(name, 0), threads, min_blocks)
+                *(program, name, arch, registers, spills, stack, shared, stated.get(name, 0), threads, min_blocks),
+                _waits(ptx, name),
             )
         )
     return result
@@ -213,6 +218,13 @@ def _ptxas_report(log: str) -> dict[str, tuple[int, int, int, int]]:
         spills = int(found["stores"]) + int(found["loads"])
         report[found["name"]] = int(found["registers"]), spills, int(found["stack"]), int(shared[1]) if shared else 0
     return report
+
+
+def _waits(ptx: str, name: str) -> bool:
+    """Whether a kernel waits for the launch before ahead of its first access to memory, and of any thread's end."""
+    body = re.search(rf"\.entry {name}\(.*?\n}}", ptx, re.DOTALL)
+    first = body and re.search(r"griddepcontrol\.wait|\b(?:ld|st|atom|red)\.(?:volatile\.)?global|\bret;", body[0])
+    return bool(first and first[0] == "griddepcontrol.wait")
 
 
 def _launch_bounds(ptx: str, kernel: str) -> tuple[int, int]:

@@ -147,6 +147,9 @@ def save_run(
     for i, (row, length) in enumerate(zip(rows, generation.prompt_lens, strict=False)):
         if len(row) != length:
             raise ValueError(f"prompts[{i}] must have the {length} tokens that were continued, got {len(row)}")
+    for i, reason in enumerate(generation.finish_reasons):
+        if reason not in _REASONS:
+            raise ValueError(f"generation.finish_reasons[{i}] must be 'length' or 'stop', to be kept, got {reason!r}")
     rounds = generation.rounds
     trees = [(r.tree, b) for r in rounds for b in range(r.tree.batch_size)]
     counts = [int(tree.node_counts[b]) for tree, b in trees]

@@ -80,18 +80,15 @@ def laws(backend: str, ops: tuple[str, ...], console: Console) -> str:
     return run.stdout.strip().splitlines()[-1].partition(",")[0]
 
 
-def start_sanitizer(backend: str, ops: tuple[str, ...], examples: int) -> dict[str, subprocess.Popen[str]]:
-    """Start some drawn inputs under each of compute-sanitizer's tools, side by side."""
+def start_sanitizer(code: str) -> dict[str, subprocess.Popen[str]]:
+    """Start Python code under each of compute-sanitizer's tools, side by side, in which ``TOOL`` is the tool's name."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         raise click.ClickException("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
     runs = {}
     for name in TOOLS:
-        code = (
-            f"from ddtree.analysis.verify_on_gpu import exercise; exercise({backend!r}, {ops!r}, {examples}, {name!r})"
-        )
         runs[name] = subprocess.Popen(
-            [tool, "--tool", name, "--error-exitcode", "9", sys.executable, "-c", code],
+            [tool, "--tool", name, "--error-exitcode", "9", sys.executable, "-c", code.replace("TOOL", name)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -101,10 +98,7 @@ def start_sanitizer(backend: str, ops: tuple[str, ...], examples: int) -> dict[s
 
 def exercise(backend: str, ops: tuple[str, ...], examples: int, tool: str) -> None:
     """What runs under a tool: drawn inputs of every operation, and attention at the width of the tensor cores."""
-    cupy = importlib.import_module("cupy")
-    cupy.cuda.set_allocator(None)  # a pool would hide what lies behind an array's end
-    if backend == "cupy" and tool == "racecheck":
-        _let_every_lane_arrive()
+    prepare_for_sanitizer(tool)
     wrong = [
         f"{op}: {first}" for op in ops for _, _, mismatches, first in [compare(backend, op, examples, 1)] if mismatches
     ]
@@ -112,6 +106,13 @@ def exercise(backend: str, ops: tuple[str, ...], examples: int, tool: str) -> No
         wrong += _attention_at_full_width()
     if wrong:
         raise SystemExit("\n".join(wrong))
+
+
+def prepare_for_sanitizer(tool: str) -> None:
+    """Have every array in memory of its own, since a pool would hide what lies behind its end."""
+    importlib.import_module("cupy").cuda.set_allocator(None)
+    if tool == "racecheck":
+        _let_every_lane_arrive()
 
 
 def _let_every_lane_arrive() -> None:
@@ -163,7 +164,8 @@ def main(
     if reason or not gpus:
         raise click.ClickException(reason or "nvidia-smi lists no GPU here")
     ops, start = get_backend(backend).ops, time.perf_counter()
-    sanitizers = start_sanitizer(backend, ops, 20) if sanitized else {}
+    code = f"from ddtree.analysis.verify_on_gpu import exercise; exercise({backend!r}, {ops!r}, 20, 'TOOL')"
+    sanitizers = start_sanitizer(code) if sanitized else {}
     wanted = {op: attention_examples if op == "verify_attention" else examples for op in ops}
     try:
         found = differential(backend, wanted, jobs, console)

@@ -7,10 +7,11 @@ unless its caller asks for the nearest one.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -227,7 +228,13 @@ def fit_cost_model(
 
 
 def measure_passes(
-    target: Target, nodes: Sequence[int], contexts: Sequence[int], *, repeats: int = 7, page_size: int = 16
+    target: Target,
+    nodes: Sequence[int],
+    contexts: Sequence[int],
+    *,
+    repeats: int = 7,
+    page_size: int = 16,
+    time_pass: Callable[[Callable[[], Any], int], Sequence[float]] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """Time a target's passes over trees of one request, for :func:`fit_cost_model`.
 
@@ -243,11 +250,15 @@ def measure_passes(
         Timed passes of each; one more goes before them untimed.
     page_size : int
         Rows of a cache page.
+    time_pass : callable, optional
+        ``time_pass(run, repeats)`` times calls of ``run``, which starts a pass and returns its output, and returns the
+        seconds of each: for passes that are captured and replayed, say. By default the wall clock, one pass untimed
+        before, until the logits are there.
 
     Returns
     -------
     nodes, contexts, verify_seconds : array, int64, int64 and float64, shape (m,)
-        One entry a timed pass, by wall clock, until its logits are there.
+        One entry a timed pass.
     """
     counts = [integer(f"nodes[{i}]", n, 0, INT32_MAX - 1) for i, n in enumerate(nodes)]
     lens = [integer(f"contexts[{i}]", c, 0, INT32_MAX) for i, c in enumerate(contexts)]
@@ -256,19 +267,25 @@ def measure_passes(
     for n, context in ((n, c) for c in lens for n in counts):
         pages = -(-(context + 1 + n) // page_size)
         data = target.new_cache(pages, page_size)
-        data[...] = 0
+        data.view(np.uint8).fill(0)  # whatever its type
         xp = array_namespace(data)
         # the shape of a best-first tree: every second node goes on, the others are siblings
         tree = tree_from_parents(np.zeros((1, 1 + n), np.int32), [[-1, *(i // 2 for i in range(n))]])
         native = replace(tree, **{k: xp.asarray(v) for k, v in vars(tree).items() if isinstance(v, np.ndarray)})
         cache = KVCache(data, xp.arange(pages, dtype=np.int32)[None], xp.asarray(np.array([context], np.int32)))
-        for repeat in range(1 + repeats):
-            start = time.perf_counter()
-            to_numpy(target.forward(native, cache).logits[:, :1, :1])  # waits for a GPU
-            if repeat:
-                found.append((n, context, time.perf_counter() - start))
+        run = functools.partial(target.forward, native, cache)
+        found += [(n, context, seconds) for seconds in (time_pass or _by_the_clock)(run, repeats)]
     at, rows, seconds = (np.array(column) for column in zip(*found, strict=True))
     return at.astype(np.int64), rows.astype(np.int64), seconds.astype(np.float64)
+
+
+def _by_the_clock(run: Callable[[], Any], repeats: int) -> list[float]:
+    seconds = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        to_numpy(run().logits[:, :1, :1])  # waits for a GPU
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
 
 
 def _nonnegative_least_squares(A: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:

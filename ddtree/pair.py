@@ -79,7 +79,7 @@ def load_pair(
         if left out: a DeepSeek-V3 model of 5 M parameters that continues Python source, and a block drafter of 7
         tokens.
     dtype : str
-        "float32" or "float64": of weights, cache and all arithmetic of both.
+        "float32", "float64" or, on a GPU alone, "bfloat16": of both, as :class:`ddtree.model.DeepseekV3` has it.
     backend : str, optional
         Who serves attention, and so where the pair lives: see :class:`ddtree.model.DeepseekV3`.
 

@@ -26,6 +26,9 @@ __all__ = [
     "KVCache",
     "Policy",
     "RequestCache",
+    "ResidentDraft",
+    "ResidentDrafter",
+    "ResidentState",
     "Target",
     "TargetOutput",
     "TopkLogProbs",
@@ -296,11 +299,113 @@ class Drafter(Protocol):
     drafted at that depth. A drafter that wants the target's hidden states has an attribute ``hidden_layers``, a tuple
     of int.
 
+    A drafter that can work where the target does, without the host in a round, is a :class:`ResidentDrafter` too.
+
     A drafter that keeps something of each request may have a method ``forget(request_ids)``. When a run is over, or is
     left early, it is called with the requests that no context has reported as ended, known to the drafter or not.
     """
 
     def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[Any, Any]: ...
+
+
+@dataclass
+class ResidentState:
+    """What a resident drafter may look at: arrays that stay where they are, whose contents each round changes.
+
+    A slot holds one request after another. Just after a request's prefill its row has the prompt and the first new
+    token; each round then appends what it emits. Letters: B slots, R the most tokens of a request, D hidden size.
+
+    Attributes
+    ----------
+    tokens : array, int32, shape (B, R)
+        Committed tokens of each slot's request: the prompt, then new ones. The last is the root, whose row is not in
+        the target's cache yet. What stands behind them may be anything.
+    lengths : array, int32, shape (B,)
+        How many tokens those are; 0: a free slot.
+    roots : array, int32, shape (B,)
+        The last committed token.
+    prompt_lens : array, int32, shape (B,)
+        Tokens of the prompt.
+    remaining : array, int32, shape (B,)
+        Tokens that may still be emitted; 0: an inert slot, free or finished. Its other entries may be anything.
+    kept : array, int32, shape (B,)
+        Rows that the last round kept, 0 … depth + 1; 0 just after a prefill.
+    hidden_states : dict of int to array, float, shape (B, depth + 1, D)
+        The target's hidden states of those rows, the first ``kept`` of each slot, of the layers in the drafter's
+        ``hidden_layers``. They are the rows of the tokens before the root, the last of which is the token at
+        ``lengths - 2``.
+    """
+
+    tokens: Any
+    lengths: Any
+    roots: Any
+    prompt_lens: Any
+    remaining: Any
+    kept: Any
+    hidden_states: dict[int, Any] = field(default_factory=dict)
+
+
+class ResidentDraft(Protocol):
+    """A drafter at work on the slots of one :class:`ResidentState`, where that state's arrays are."""
+
+    def draft(self) -> tuple[Any, Any]:
+        """Draft for every slot from what the state's arrays hold now.
+
+        On a GPU it works on the current stream, does not wait for it, and has no launch whose parameters or addresses
+        follow from values, so that it may be captured in a CUDA graph and replayed.
+
+        Returns
+        -------
+        log_probs : array, float32, shape (B, depth, k)
+            As :class:`Drafter` gives them, with 1 ≤ k ≤ ``topk`` the same in every round; anything in inert slots.
+        token_ids : array, int32, shape (B, depth, k)
+            Their tokens.
+        """
+        ...
+
+    def begin(self, slot: int, request: int, tokens: Any, prompt_len: int, hidden_states: dict[int, Any]) -> None:
+        """Take in a request whose prefill is done, before its first draft: outside a graph, on the same stream.
+
+        Parameters
+        ----------
+        slot : int
+            Which slot it has, 0 … B − 1. The state's entries of the slot are the request's by now.
+        request : int
+            Its index among the prompts.
+        tokens : array, int32, shape (prompt_len,)
+            The prompt, on the host. The first new token is on the device alone, in the state.
+        prompt_len : int
+            How many tokens the prompt has.
+        hidden_states : dict of int to array, float, shape (prompt_len, D)
+            Of the prompt's rows, where the state is, of the layers in the drafter's ``hidden_layers``.
+
+        Raises
+        ------
+        ValueError
+            The drafter cannot draft for this request. The slots of others are as they were.
+        """
+        ...
+
+    def end(self, slot: int) -> None:
+        """Let go of a slot whose request has finished; one that is free already is no error."""
+        ...
+
+
+@runtime_checkable
+class ResidentDrafter(Protocol):
+    """A :class:`Drafter` that can also make its drafts on the target's device, without the host in a round."""
+
+    def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[Any, Any]: ...
+
+    def open_resident(self, state: ResidentState, depth: int, topk: int) -> ResidentDraft:
+        """Return a drafter of ``state``'s slots, free at first; ``depth`` and ``topk`` are those of every draft.
+
+        Raises
+        ------
+        ValueError
+            What ``__call__`` refuses of depth and topk, or a state that it cannot draft from.
+        """
+        ...
 
 
 class Policy(Protocol):

@@ -176,17 +176,11 @@ def tree_from_parents(token_ids: Any, parents: Any, node_counts: Any = None) -> 
             f"token_ids and parents must have one shape (B, N) with N >= 1, got {token_ids.shape} and {parents.shape}"
         )
     B, N = token_ids.shape
-    counts = np.full(B, N, np.int32) if node_counts is None else _integers("node_counts", node_counts)
-    if counts.shape != (B,) or ((counts < 1) | (counts > N)).any():
-        raise ValueError(f"node_counts must have shape ({B},) and lie in 1 … {N}, got {counts!r}")
-    counts32 = counts.astype(np.int32)
+    counts = _checked_counts(node_counts, (B, N))
     slots = np.arange(N)
     used = slots < counts[:, None]
     inner = used & (slots > 0)
-    outside = used & ((token_ids < 0) | (token_ids > 2**31 - 1))
-    if outside.any():
-        b, i = (int(x) for x in np.argwhere(outside)[0])
-        raise ValueError(f"token_ids[{b}, {i}] must be in 0 … {2**31 - 1}, got {int(token_ids[b, i])}")
+    _check_tokens(token_ids, used)
     wrong = inner & ((parents < 0) | (parents >= slots))
     if wrong.any():
         b, i = (int(x) for x in np.argwhere(wrong)[0])
@@ -207,8 +201,8 @@ def tree_from_parents(token_ids: Any, parents: Any, node_counts: Any = None) -> 
         depths=depths,
         ranks=ranks,
         scores=np.where(used, 0.0, -np.inf),
-        node_counts=counts32,
-        visibility_words=visibility_words(parents, counts32),
+        node_counts=counts,
+        visibility_words=visibility_words(parents, counts),
         max_depth=max(int(depths.max(initial=0)), 0),
         num_candidates=int(ranks.max(initial=-1)) + 1,
     )
@@ -232,9 +226,43 @@ def chain_tree(token_ids: Any, node_counts: Any = None) -> DraftTree:
     token_ids = _integers("token_ids", token_ids)
     if token_ids.ndim != 2 or token_ids.shape[1] == 0:
         raise ValueError(f"token_ids must have shape (B, N) with N >= 1, got {token_ids.shape}")
-    return tree_from_parents(
-        token_ids, np.broadcast_to(np.arange(-1, token_ids.shape[-1] - 1), token_ids.shape), node_counts
+    N = token_ids.shape[1]
+    counts = _checked_counts(node_counts, token_ids.shape)
+    slots = np.arange(N)
+    used = slots < counts[:, None]
+    _check_tokens(token_ids, used)
+    # bits of each word that a row sees: all before its own, and of its own word as many as it takes
+    seen = np.clip(slots[:, None] + 1 - 32 * np.arange((N + 31) // 32), 0, 32).astype(np.uint64)
+    words = ((np.uint64(1) << seen) - np.uint64(1)).astype(np.uint32)
+    depths = np.where(used, slots, -1).astype(np.int32)
+    max_depth = int(depths.max(initial=0))
+    return DraftTree(
+        token_ids=np.where(used, token_ids, -1).astype(np.int32),
+        parents=np.where(used, slots - 1, -1).astype(np.int32),
+        depths=depths,
+        ranks=np.where(used & (slots > 0), 0, -1).astype(np.int32),
+        scores=np.where(used, 0.0, -np.inf),
+        node_counts=counts,
+        visibility_words=np.where(used[:, :, None], words, np.uint32(0)),
+        max_depth=max_depth,
+        num_candidates=min(max_depth, 1),
     )
+
+
+def _checked_counts(node_counts: Any, shape: tuple[int, int]) -> NDArray[np.int32]:
+    """Nodes in use of B trees of N slots, all of them by default."""
+    B, N = shape
+    counts = np.full(B, N, np.int32) if node_counts is None else _integers("node_counts", node_counts)
+    if counts.shape != (B,) or ((counts < 1) | (counts > N)).any():
+        raise ValueError(f"node_counts must have shape ({B},) and lie in 1 … {N}, got {counts!r}")
+    return counts.astype(np.int32)
+
+
+def _check_tokens(token_ids: NDArray[np.int64], used: NDArray[np.bool_]) -> None:
+    outside = used & ((token_ids < 0) | (token_ids > 2**31 - 1))
+    if outside.any():
+        b, i = (int(x) for x in np.argwhere(outside)[0])
+        raise ValueError(f"token_ids[{b}, {i}] must be in 0 … {2**31 - 1}, got {int(token_ids[b, i])}")
 
 
 def _integers(name: str, values: Any) -> NDArray[np.int64]:

@@ -71,7 +71,7 @@ class WithoutCompaction:
 
 
 class RandomDrafter:
-    """Any draft that the contract allows: ties, few candidates, depths ended by −inf or NaN with nonsense behind it.
+    """Any draft that the contract allows: ties, few candidates, depths ended by −inf with nonsense, NaN too, behind it.
 
     Random, but of (seed, request, tokens committed) alone.
     """
@@ -90,7 +90,8 @@ class RandomDrafter:
             token_ids[b] = np.array([rng.permutation(self.vocab_size)[:k] for _ in range(depth)])
             for d in range(depth):
                 end = rng.integers(0, 2 * k)
-                log_probs[b, d, end : end + 1] = rng.choice([-np.inf, np.nan])
+                log_probs[b, d, end : end + 1] = -np.inf
+                log_probs[b, d, end + 1 : end + 2] = rng.choice([-np.inf, np.nan, 0.0])
                 token_ids[b, d, end:] = rng.choice([-1, self.vocab_size + 5])
         return log_probs, token_ids
 

@@ -10,7 +10,7 @@ import pytest
 from ddtree.drafters import NgramDrafter, NoiseLaw, OracleDrafter
 from ddtree.engine import Engine
 from ddtree.kdtr import read_kdtr
-from ddtree.model import deepseek_v3, golden_bundle, layers, load_model
+from ddtree.model import golden_bundle, layers, load_model
 from ddtree.property_tests.compare import assert_same
 from ddtree.property_tests.targets import RandomDrafter
 from ddtree.protocols import Drafter, KVCache
@@ -77,16 +77,16 @@ def test_sampled_tokens_of_unequal_prompts_are_the_autoregressive_ones(kind):
 
 def margins(model, text):
     """How near the float64 ``model`` is to a tie after ``text``: of its two best logits, and of any expert's choice."""
-    router = []
+    router, route_experts = [], layers.route_experts
 
     def watched(logits, bias, **options):
         scores = np.sort(1 / (1 + np.exp(-logits)) + bias, -1)[:, ::-1]
         k = options["num_experts_per_tok"]
         router.append(float((scores[:, k - 1] - scores[:, k]).min()))
-        return layers.route_experts(logits, bias, **options)
+        return route_experts(logits, bias, **options)
 
     cache = KVCache(model.new_cache(1, len(text)), np.zeros((1, 1), np.int32), np.zeros(1, np.int32))
-    with patch.object(deepseek_v3, "route_experts", watched):
+    with patch.object(layers, "route_experts", watched):
         best = np.sort(model.forward(chain_tree(np.array([text])), cache, last_only=True).logits[0, 0])
     assert len(router) == model.config.num_hidden_layers - model.config.first_k_dense_replace
     return {"logits": float(best[-1] - best[-2]), "router": min(router)}

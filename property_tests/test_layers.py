@@ -14,6 +14,8 @@ from ddtree import reference
 from ddtree.model import layers
 from ddtree.model.config import Yarn
 from ddtree.property_tests.compare import assert_close, assert_same
+from ddtree.property_tests.strategies import draft_trees, paged_caches
+from ddtree.reference.rope import rope as rope_of_reference
 
 SEEDS = st.integers(0, 2**32 - 1)
 DTYPES = pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -326,3 +328,148 @@ def test_moe_experts(dtype, seed, expert_ids, width, inner):
         return (np.abs(weights)[:, :, None] * chosen).sum(1)
 
     assert_layer("moe_experts", x, expert_ids, weights, gate_up, down, dtype=dtype, terms=terms)
+
+
+def terms_of(x, weight, gain, residual):
+    """Of a product: sizes that its rounding is relative to. A normalised element is at most the root of the width."""
+    size = np.abs(x) if gain is None else x.shape[-1] ** 0.5 * np.abs(gain) * np.ones_like(x)
+    return size @ np.abs(weight).T + (0 if residual is None else np.abs(residual))
+
+
+@DTYPES
+@given(
+    seed=SEEDS, rows=st.integers(0, 4), width=SIZES, outputs=SIZES, with_gain=st.booleans(), with_residual=st.booleans()
+)
+def test_linear(dtype, seed, rows, width, outputs, with_gain, with_residual):
+    inputs = normal(seed, rows, width), normal(seed + 1, outputs, width)
+    narrow, wide = in_dtype(dtype, *inputs, normal(seed + 2, width), normal(seed + 3, rows, outputs))
+    (gain, residual), (wide_gain, wide_residual) = (
+        (each[2] if with_gain else None, each[3] if with_residual else None) for each in (narrow, wide)
+    )
+    around = np.full((rows, width + 3), np.nan, dtype)
+    around[:, 1:-2] = narrow[0]
+    before = [a.copy() for a in narrow]
+    expected = reference.linear(*wide[:2], gain=wide_gain, eps=1e-6, residual=wide_residual)
+    scale = terms_of(*wide[:2], wide_gain, wide_residual)
+    for x in (narrow[0], around[:, 1:-2]):
+        got = layers.linear(x, narrow[1], gain=gain, eps=1e-6, residual=residual)
+        assert got.dtype == dtype
+        assert_close(got, expected, row=("layers", dtype), scale=scale)
+    assert all((a == b).all() for a, b in zip(narrow, before, strict=True))
+    assert layers.linear(narrow[0], narrow[1], dtype=np.float64).dtype == np.float64
+
+
+@DTYPES
+@given(seed=SEEDS, rows=st.integers(0, 4), heads=st.integers(1, 3), width=SIZES, outputs=SIZES, apart=st.booleans())
+def test_head_linear(dtype, seed, rows, heads, width, outputs, apart):
+    (x, weight), wide = in_dtype(dtype, normal(seed, rows, heads, width), normal(seed + 1, heads, outputs, width))
+    expected = reference.head_linear(*wide)
+    scale = np.einsum("mhd,hod->mho", np.abs(wide[0]), np.abs(wide[1]))
+    if not apart:
+        assert_close(layers.head_linear(x, weight), expected, row=("layers", dtype), scale=scale)
+        return
+    around, room = np.full((rows, heads, width + 2), np.nan, dtype), np.full((rows, heads, outputs + 3), 7, dtype)
+    around[..., 1:-1] = x
+    assert layers.head_linear(around[..., 1:-1], weight, out=room[..., :outputs]).base is room
+    assert_close(room[..., :outputs], expected, row=("layers", dtype), scale=scale)
+    assert (room[..., outputs:] == 7).all()
+
+
+@DTYPES
+@given(
+    data=st.data(), tree=draft_trees(max_nodes=6), seed=SEEDS, C=SIZES, half=st.integers(1, 3), heads=st.integers(1, 2)
+)
+def test_rope(dtype, data, tree, seed, C, half, heads):
+    """Unused slots have zeros in their queries and write no row; all else keeps its bits."""
+    (B, N), R, P = tree.token_ids.shape, 2 * half, 2
+    cache = data.draw(paged_caches(tree, layers=1, width=C + R, dtype=np.dtype(dtype)), "cache")
+    q, queries = normal(seed, B, N, heads, C + R), normal(seed + 1, B, N, heads, P + R)
+    latents, keys, gain = normal(seed + 2, B, N, C), normal(seed + 3, B, N, R), normal(seed + 4, C)
+    narrow, wide = in_dtype(dtype, q, queries, latents, keys, gain)
+    table, prefix = cache.page_table, cache.prefix_lens
+    options: dict[str, Any] = {"frequencies": reference.rope_frequencies(R, 1e4), "attention_factor": 1.2, "eps": 1e-6}
+    rows, expected_rows = cache.data[0].copy(), cache.data[0].astype(np.float64)
+    layers.rope(narrow[0], rows, narrow[1], narrow[2], narrow[3], table, prefix, tree, gain=narrow[4], **options)
+    rope_of_reference(wide[0], expected_rows, wide[1], wide[2], wide[3], table, prefix, tree, gain=wide[4], **options)
+    assert_close(narrow[0], wide[0], row=("layers", dtype), scale=3 * max(1.0, np.abs(queries).max(initial=0.0)))
+    written = ~np.isnan(expected_rows)
+    assert_same(~np.isnan(rows), written, "which cache elements are numbers")
+    size = 3 * (1 + np.abs(keys).max(initial=0.0) + C**0.5 * np.abs(gain).max(initial=0.0))
+    assert_close(rows[written], expected_rows[written], row=("layers", dtype), scale=size)
+
+
+@DTYPES
+@given(seed=SEEDS, rows=st.integers(0, 4), width=SIZES, inner=SIZES)
+def test_swiglu_between_its_norm_and_the_residual_stream(dtype, seed, rows, width, inner):
+    inputs = normal(seed, rows, width), normal(seed + 1, 2 * inner, width), normal(seed + 2, width, inner)
+    narrow, wide = in_dtype(dtype, *inputs, normal(seed + 3, width), normal(seed + 4, rows, width))
+    expected = reference.swiglu(*wide[:3], gain=wide[3], eps=1e-6, residual=wide[4])
+    before = [a.copy() for a in narrow]
+    actual = layers.swiglu(*narrow[:3], gain=narrow[3], eps=1e-6, residual=narrow[4])
+    scale = swiglu_terms(width**0.5 * np.abs(wide[3]) * np.ones((rows, 1)), *wide[1:3]) + np.abs(wide[4])
+    assert_close(actual, expected, row=("layers", dtype), scale=scale)
+    assert all((a == b).all() for a, b in zip(narrow, before, strict=True))
+
+
+@pytest.mark.parametrize("route_experts", [layers.route_experts, reference.route_experts], ids=["layers", "reference"])
+def test_unused_slots_have_no_expert(route_experts):
+    settings = routing_settings((1, 1), 2, True)
+    logits = normal(1, 6, 12)
+    logits[4:] = np.nan  # of no consequence
+    ids, weights = route_experts(logits, np.zeros(12), node_counts=np.array([1, 3, 0], np.int32), **settings)
+    assert ids.shape == weights.shape == (6, 2)
+    ids, weights = route_experts(logits, np.zeros(12), node_counts=np.array([1, 1], np.int32), **settings)
+    all_ids, all_weights = layers.route_experts(logits, np.zeros(12), **settings)
+    for m in range(6):
+        used = m in (0, 3)
+        assert ids[m].tolist() == (all_ids[m].tolist() if used else [-1, -1])
+        assert_close(weights[m], all_weights[m] if used else np.zeros(2), row=("layers", "float64"))
+
+
+@DTYPES
+@given(
+    seed=SEEDS,
+    expert_ids=arrays(np.int32, st.tuples(st.integers(0, 5), st.integers(1, 3)), elements=st.integers(0, 3)),
+    unused=st.sets(st.integers(0, 4)),
+    shared=st.integers(0, 2),
+    width=SIZES,
+    inner=SIZES,
+)
+def test_moe_experts_between_the_norm_and_the_residual_stream(dtype, seed, expert_ids, unused, shared, width, inner):
+    """With experts that all tokens share; what stands in a row without experts reaches none, and it keeps its own."""
+    M = len(expert_ids)
+    idle = np.isin(np.arange(M), [*unused])
+    expert_ids[idle] = -1
+    gate_up, down = normal(seed + 2, 4 + shared, 2 * inner, width), normal(seed + 3, 4 + shared, width, inner)
+    x, weights, gain = normal(seed, M, width), normal(seed + 1, *expert_ids.shape), normal(seed + 4, width)
+    weights[idle] = 0
+    narrow, wide = in_dtype(dtype, x, weights, gate_up, down, gain, normal(seed + 5, M, width))
+    narrow[0][idle] = np.nan
+    got = layers.moe_experts(
+        narrow[0], expert_ids, *narrow[1:4], gain=narrow[4], eps=1e-6, residual=narrow[5], shared=shared
+    )
+    expected = reference.moe_experts(
+        wide[0], expert_ids, *wide[1:4], gain=wide[4], eps=1e-6, residual=wide[5], shared=shared
+    )
+    assert_same(got[idle], narrow[5][idle], "rows without experts")
+    each = swiglu_terms(width**0.5 * np.abs(wide[4])[None], gate_up.reshape(-1, width), np.concatenate(down, 1))
+    scale = (1 + np.abs(weights).max(initial=0)) * 5 * (each.max(initial=0) + np.abs(wide[5]).max(initial=0))
+    assert_close(got, expected, row=("layers", dtype), scale=scale)
+
+
+@given(seed=SEEDS, rows=st.integers(0, 4), width=SIZES, inner=SIZES, parts=st.integers(1, 3))
+def test_a_shared_expert_in_parts_is_the_whole(seed, rows, width, inner, parts):
+    """Rows of gate and up, and columns of down, add up: so a wider expert is several of the routed ones' size."""
+    x, gate_up, down = (
+        normal(seed, rows, width),
+        normal(seed + 1, 2, parts * inner, width),
+        normal(seed + 2, width, parts * inner),
+    )
+    ids, weights = np.zeros((rows, 1), np.int64), np.zeros((rows, 1))
+    pieces = [slice(i * inner, (i + 1) * inner) for i in range(parts)]
+    both = np.stack([np.concatenate([*gate_up[:, piece]]) for piece in pieces[:1] + pieces])
+    downs = np.stack([down[:, piece] for piece in pieces[:1] + pieces])
+    whole = np.concatenate([*gate_up])
+    scale = swiglu_terms(x, whole, down)
+    got = layers.moe_experts(x, ids, weights, both, downs, shared=parts)
+    assert_close(got, reference.swiglu(x, whole, down), row=("layers", "float64"), scale=scale)

@@ -16,7 +16,7 @@ from ddtree import reference
 from ddtree.arrays import array_namespace, to_numpy
 from ddtree.backends import BackendUnavailable
 from ddtree.kdtr import read_kdtr
-from ddtree.model import DeepseekV3, deepseek_v3, golden_bundle, layers, load_model
+from ddtree.model import DeepseekV3, golden_bundle, layers, load_model
 from ddtree.property_tests.compare import assert_close, assert_same
 from ddtree.property_tests.strategies import draft_trees, model_configs, paged_caches
 from ddtree.protocols import KVCache
@@ -108,16 +108,16 @@ def test_greedy_tokens_equal_transformers(model_backend, name, dtype):
 
 @GOLDEN
 def test_router_choices_equal_transformers(monkeypatch, name, dtype):
-    model, expected = model_of(name, dtype), golden(name)
+    model, expected, route_experts = model_of(name, dtype), golden(name), layers.route_experts
     routed: list[np.ndarray] = []
 
     def recording(logits, *args, **kwargs):
-        expert_ids, weights = layers.route_experts(logits, *args, **kwargs)
+        expert_ids, weights = route_experts(logits, *args, **kwargs)
         routed.append(np.zeros_like(logits))
         np.put_along_axis(routed[-1], expert_ids, weights, -1)
         return expert_ids, weights
 
-    monkeypatch.setattr(deepseek_v3, "route_experts", recording)
+    monkeypatch.setattr(layers, "route_experts", recording)
     ids = np.concatenate([expected["prompt"], expected["tokens"]])[None]
     model.forward(chain_tree(ids), empty_cache(model, [ids.size]))
     assert len(routed) == len(expected["router_weights"])
@@ -379,6 +379,33 @@ def test_forward_refuses_a_layer_or_a_kind_of_array_that_it_does_not_have():
         model.forward(tree, replace(cache, page_table=cache.page_table.tolist()))
 
 
+def freed(tree, requests):
+    """The tree with these requests' slots all unused, as in a batch of a fixed size with free places."""
+    changed = {"node_counts": 0, "visibility_words": 0, "token_ids": -1, "depths": -1, "parents": -1}
+    arrays = {name: getattr(tree, name).copy() for name in changed}
+    for name, value in changed.items():
+        arrays[name][requests] = value
+    return replace(tree, **arrays)
+
+
+def test_requests_without_nodes_are_inert():
+    """Free slots of a batch: they write nothing, and change nothing of the others."""
+    model, ids = model_of("tiny"), np.array([[5, 6], [7, 8], [9, 10]])
+    cache, alone = empty_cache(model, [2, 2, 2]), empty_cache(model, [2])
+    expected = model.forward(chain_tree(ids[1:2]), alone, last_only=True).logits
+    output = model.forward(freed(chain_tree(ids), [0, 2]), cache, hidden_layers=(1,), last_only=True)
+    close(output.logits[1], expected[0], "float64", "logits of the request with nodes")
+    assert np.isfinite(output.logits).all()
+    assert np.isnan(cache_rows(cache, 0, 0, 2)).all()
+    assert np.isnan(cache_rows(cache, 2, 0, 2)).all()
+    none = model.forward(freed(chain_tree(ids), [0, 1, 2]), empty_cache(model, [2, 2, 2]), hidden_layers=(1,))
+    assert (none.logits.shape, none.hidden_states[1].shape) == ((3, 2, 512), (3, 2, 64))
+
+
+def test_a_model_on_the_host_is_no_part_of_a_cuda_graph():
+    assert model_of("tiny").capturable is False
+
+
 def test_a_token_beyond_the_vocabulary_in_an_unused_slot_is_no_error():
     model = model_of("tiny")
     tree = tree_from_parents(np.array([[5, 6, 7]]), np.array([[-1, 0, 0]]), np.array([2]))
@@ -402,8 +429,11 @@ class OfTorch:
 
 def test_the_model_refuses_types_and_backends_that_cannot_serve_it():
     path = golden_bundle()
-    with pytest.raises(ValueError, match="dtype must be 'float32' or 'float64', got 'bfloat16'"):
-        load_model(path, dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"dtype must be one of 'bfloat16', 'float32', 'float64', got 'float16'"):
+        load_model(path, dtype="float16")
+    for backend in (None, "reference"):
+        with pytest.raises(ValueError, match=r"on the host, got 'bfloat16': pass backend='cupy' to have it on a GPU"):
+            load_model(path, dtype="bfloat16", backend=backend)
     with pytest.raises(BackendUnavailable, match="has no operation 'verify_attention'"):
         load_model(path, backend=f"{__name__}:WithoutAttention")
     with pytest.raises(ValueError, match=r"backend must take NumPy or CuPy arrays .* takes torch's"):

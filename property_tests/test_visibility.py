@@ -11,7 +11,7 @@ import ddtree
 from ddtree.property_tests import brute_force
 from ddtree.property_tests.compare import assert_same
 from ddtree.property_tests.strategies import built_trees, corrupted_masks, draft_trees, visibility_masks
-from ddtree.trees import tree_from_parents
+from ddtree.trees import chain_tree, tree_from_parents
 
 SHAPES = {
     "chain": lambda rng, n: np.arange(n) - 1,
@@ -115,3 +115,16 @@ def test_one_wrong_bit_is_refused_before_attention_and_its_node_named(case):
     cache = np.zeros((1, n, 2), np.float32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
     with pytest.raises(ValueError, match=rf"tree.visibility_words\[0, {row}\] must be what the parents say"):
         ddtree.verify_attention(np.zeros((1, n, 1, 2), np.float32), *cache, tree, scale=1.0, kv_lora_rank=1)
+
+
+@given(
+    lens=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    longest=st.integers(70, 100),
+    seed=st.integers(0, 2**32),
+)
+def test_a_chain_is_the_tree_of_its_parents(lens, longest, seed):
+    token_ids = np.random.default_rng(seed).integers(0, 2**31, (len(lens), longest))
+    parents = np.broadcast_to(np.arange(-1, longest - 1), token_ids.shape)
+    chain, tree = chain_tree(token_ids, lens), tree_from_parents(token_ids, parents, lens)
+    for name, field in vars(tree).items():
+        assert_same(np.asarray(getattr(chain, name)), np.asarray(field))

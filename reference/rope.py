@@ -6,7 +6,45 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["deinterleave", "rope_cos_sin", "rope_frequencies", "rotate_halves", "rotate_pairs", "yarn_mscale"]
+from ddtree.reference.rms_norm import rms_norm
+from ddtree.trees import DraftTree
+
+__all__ = ["deinterleave", "rope", "rope_cos_sin", "rope_frequencies", "rotate_halves", "rotate_pairs", "yarn_mscale"]
+
+
+def rope(
+    q: NDArray[Any],
+    kv_cache: NDArray[Any],
+    queries: NDArray[Any],
+    latents: NDArray[Any],
+    keys: NDArray[Any],
+    page_table: NDArray[np.int32],
+    prefix_lens: NDArray[np.int32],
+    tree: DraftTree,
+    *,
+    gain: NDArray[Any],
+    eps: float,
+    frequencies: NDArray[np.float64],
+    attention_factor: float = 1.0,
+) -> None:
+    """Rotate the queries and keys of a tree's nodes at their positions, and write their rows of a layer's cache.
+
+    The last R elements of each of ``queries`` (B, N, H, P + R) go, rotated, to those of ``q`` (B, N, H, C + R), and 0
+    in unused slots. Node i's row of ``kv_cache`` (pages, S, C + R) is its latent (B, N, C), normalised by ``gain``
+    (C,), then its rotated key (B, N, R). Pairs are halves.
+    """
+    C, R, page_size = latents.shape[-1], keys.shape[-1], kv_cache.shape[1]
+    q[..., C:] = 0
+    for b in range(len(q)):
+        for i in range(int(tree.node_counts[b])):
+            position = np.array(int(prefix_lens[b]) + int(tree.depths[b, i]))
+            cos, sin = (part.astype(q.dtype) for part in rope_cos_sin(position, frequencies, attention_factor))
+            for h, query in enumerate(queries[b, i]):
+                q[b, i, h, C:] = rotate_halves(query[-R:], cos, sin)
+            row = int(prefix_lens[b]) + i
+            place = kv_cache[page_table[b, row // page_size], row % page_size]
+            place[:C] = rms_norm(latents[b, i], gain, eps=eps)
+            place[C:] = rotate_halves(keys[b, i], cos, sin)
 
 
 def rope_frequencies(

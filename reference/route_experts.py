@@ -18,16 +18,22 @@ def route_experts(
     topk_group: int,
     norm_topk_prob: bool,
     routed_scaling_factor: float,
+    node_counts: NDArray[np.int32] | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[Any]]:
     """Experts of each token, best first, and their weights: (M, K) each. Equal scores go to the lowest index.
 
     The bias chooses and does not weigh: weights come from the bare scores. A group counts by the sum of its best two.
+    Where ``node_counts`` (B,) is given, tokens are B requests' slots, of each of which so many are in use; the others
+    have the id −1 and the weight 0.
     """
     M, E = logits.shape
     size = E // n_group
     expert_ids = np.empty((M, num_experts_per_tok), np.int32)
     weights = np.empty((M, num_experts_per_tok), logits.dtype)
     for m in range(M):
+        if node_counts is not None and m % (M // len(node_counts)) >= node_counts[m // (M // len(node_counts))]:
+            expert_ids[m], weights[m] = -1, 0
+            continue
         scores = [1 / (1 + math.exp(-z)) if z >= 0 else math.exp(z) / (1 + math.exp(z)) for z in logits[m].tolist()]
         corrected = [score + float(b) for score, b in zip(scores, bias, strict=True)]
         groups = [corrected[g * size : (g + 1) * size] for g in range(n_group)]

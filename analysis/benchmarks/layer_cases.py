@@ -6,6 +6,7 @@ elements in float64.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,6 +56,20 @@ def _linear_fault(inputs: Mapping[str, Any], result: Result) -> str:
     return _far(result[:, some], inputs["x"].astype(np.float64) @ inputs["weight"][some].astype(np.float64).T)
 
 
+def _head_linear_fault(inputs: Mapping[str, Any], result: Result) -> str:
+    some = slice(None, None, 17)
+    return _far(
+        result[:, some],
+        np.einsum("mhd,hod->mho", *(inputs[k].astype(np.float64) for k in ("x", "weight")))[:, some],
+    )
+
+
+def _decoder_linear_fault(inputs: Mapping[str, Any], result: Result) -> str:
+    x = inputs["x"].astype(np.float64)
+    normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + inputs["eps"]) * inputs["gain"].astype(np.float64)
+    return _far(result, normed @ inputs["weight"].astype(np.float64).T + inputs["residual"].astype(np.float64))
+
+
 def _swiglu_fault(inputs: Mapping[str, Any], result: Result) -> str:
     hidden = _silu_product(inputs["x"].astype(np.float64), inputs["gate_up"])
     some = slice(None, None, 97)
@@ -64,7 +79,11 @@ def _swiglu_fault(inputs: Mapping[str, Any], result: Result) -> str:
 def _moe_fault(inputs: Mapping[str, Any], result: Result) -> str:
     some, row = slice(None, None, 97), len(result) - 1
     exact = np.zeros(len(range(*some.indices(HIDDEN))))
-    for expert, weight in zip(inputs["expert_ids"][row], inputs["weights"][row].astype(np.float64), strict=True):
+    pairs = [
+        *zip(inputs["expert_ids"][row], inputs["weights"][row].astype(np.float64), strict=True),
+        (EXPERTS - 1, 1.0),
+    ]
+    for expert, weight in pairs:
         hidden = _silu_product(inputs["x"][row].astype(np.float64), inputs["gate_up"][expert])
         exact += weight * (inputs["down"][expert][some].astype(np.float64) @ hidden)
     return _far(result[row, some], exact)
@@ -94,7 +113,8 @@ def _rope_fault(inputs: Mapping[str, Any], result: tuple[Result, Result]) -> str
         kept = cache[inputs["page_table"][b, row // PAGE], row % PAGE]
         told = told or _far(q[b, i, :, C:], rotated(inputs["queries"][b, i, :, UNROTATED:]))
         told = told or _far(kept[C:], rotated(inputs["keys"][b, i]))
-        told = told or ("" if (kept[:C] == inputs["latents"][b, i]).all() else "the latent's row differs")
+        latent = inputs["latents"][b, i].astype(np.float64)
+        told = told or _far(kept[:C], latent / np.sqrt((latent * latent).mean() + inputs["eps"]))
     return told
 
 
@@ -122,6 +142,35 @@ def _linear(M: int, D: int, outputs: int) -> Case:
     return _case("linear", {"M": M, "D": D, "out": outputs}, make, _linear_fault, 2.0 * M * D * outputs, moved)
 
 
+def _decoder_linear(M: int) -> Case:
+    """As a small decoder's layer has it: with a norm before it and a residual behind."""
+    D, outputs = 1024, 960
+
+    def make() -> dict[str, Any]:
+        return {
+            "x": _normal(0, M, D),
+            "weight": _normal(1, outputs, D),
+            "gain": np.ones(D, ml_dtypes.bfloat16),
+            "eps": 1e-6,
+            "residual": _normal(2, M, outputs),
+        }
+
+    moved = 2.0 * (outputs * D + M * D + 2 * M * outputs)
+    sizes = {"M": M, "D": D, "out": outputs}
+    case = _case("linear", sizes, make, _decoder_linear_fault, 2.0 * M * D * outputs, moved)
+    return dataclasses.replace(case, name="norm, linear, residual")
+
+
+def _head_linear(M: int) -> Case:
+    def make() -> dict[str, Any]:
+        return {"x": _normal(0, M, HEADS, UNROTATED), "weight": _normal(1, HEADS, LATENT, UNROTATED)}
+
+    size = HEADS * LATENT * UNROTATED
+    moved = 2.0 * (size + M * HEADS * (UNROTATED + LATENT))
+    sizes = {"M": M, "H": HEADS, "D": UNROTATED, "out": LATENT}
+    return _case("head_linear", sizes, make, _head_linear_fault, 2.0 * M * size, moved)
+
+
 def _swiglu(M: int) -> Case:
     def make() -> dict[str, Any]:
         return {"x": _normal(0, M, HIDDEN), "gate_up": _normal(1, 2 * INNER, HIDDEN), "down": _normal(2, HIDDEN, INNER)}
@@ -145,6 +194,8 @@ def _rope(B: int) -> Case:
             "page_table": np.random.default_rng(0).permutation(B * pages).astype(np.int32).reshape(B, pages),
             "prefix_lens": np.full(B, context, np.int32),
             "tree": some_trees(B, 7, N - 1),
+            "gain": np.ones(LATENT, ml_dtypes.bfloat16),
+            "eps": 1e-6,
             "frequencies": reference_rope.rope_frequencies(ROTATED, 10_000.0),
         }
 
@@ -179,7 +230,7 @@ def _moe(M: int) -> Case:
         return {
             "x": _normal(0, M, HIDDEN),
             "expert_ids": ids,
-            "weights": np.full((M, CHOSEN), 0.25, ml_dtypes.bfloat16),
+            "weights": np.full((M, CHOSEN), 0.25, np.float32),
             "gate_up": _normal(1, EXPERTS, 2 * INNER, HIDDEN),
             "down": _normal(2, EXPERTS, HIDDEN, INNER),
         }
@@ -196,6 +247,8 @@ LAYER_CASES: tuple[Case, ...] = (
     *map(_rope, (1, 8)),
     *(_linear(M, ATTENDED, HIDDEN) for M in (1, 16, 65, 256)),
     _linear(65, HIDDEN, VOCAB),
+    *map(_decoder_linear, (1, 8, 65)),
+    *map(_head_linear, (1, 65)),
     *map(_swiglu, (1, 16, 65, 256)),
     *map(_route, (1, 65, 256)),
     *map(_moe, (1, 65)),

@@ -238,8 +238,8 @@ def _torch_rms_norm(torch: Any, inputs: dict[str, Any], device: str) -> Callable
 
 def _torch_rope(torch: Any, inputs: dict[str, Any], device: str) -> Callable[[], Any]:
     """Rotate queries and keys by tables of all positions, and put the nodes' rows into the cache."""
-    q, cache, queries, latents, keys = (
-        tensor(torch, inputs[name], device) for name in ("q", "kv_cache", "queries", "latents", "keys")
+    q, cache, queries, latents, keys, gain = (
+        tensor(torch, inputs[name], device) for name in ("q", "kv_cache", "queries", "latents", "keys", "gain")
     )
     tree, table, page = inputs["tree"], inputs["page_table"].astype(np.int64), inputs["kv_cache"].shape[1]
     rows = inputs["prefix_lens"][:, None] + np.arange(tree.num_slots)
@@ -257,7 +257,8 @@ def _torch_rope(torch: Any, inputs: dict[str, Any], device: str) -> Callable[[],
     def run() -> Any:
         cos, sin = cosines[positions], sines[positions]
         q[..., C:] = rotated(queries[..., -R:], cos[:, :, None], sin[:, :, None])
-        flat.index_copy_(0, where, torch.cat([latents, rotated(keys, cos, sin)], -1).flatten(0, 1))
+        normed = torch.nn.functional.rms_norm(latents, gain.shape, gain, inputs["eps"])
+        flat.index_copy_(0, where, torch.cat([normed, rotated(keys, cos, sin)], -1).flatten(0, 1))
         return q
 
     return run

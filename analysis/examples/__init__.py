@@ -1,4 +1,4 @@
-"""Five scripts to begin with, each of 40 lines or fewer. Copy one into a folder of your own, run it, and change it.
+"""Six scripts to begin with, each of 40 lines or fewer. Copy one into a folder of your own, run it, and change it.
 
 ``own_kernel.py``
     An operation of your own, held to the contract.
@@ -10,4 +10,6 @@
     Draft trees, and what was accepted of them, as pictures in a notebook.
 ``hidden_states.py``
     Load a checkpoint and print the hidden states of each layer.
+``several_gpus.py``
+    Continue many prompts on every GPU that is visible, one process each.
 """

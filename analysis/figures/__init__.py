@@ -15,7 +15,10 @@ from ddtree.analysis.figures.acceptance import (
     plot_tau_by_budget,
 )
 from ddtree.analysis.figures.calibration import plot_calibration_by_depth, plot_reliability
+from ddtree.analysis.figures.decoding import plot_decoding
+from ddtree.analysis.figures.memory import plot_memory
 from ddtree.analysis.figures.pay import plot_choice_ranks, plot_expected_tau, plot_pay
+from ddtree.analysis.figures.precision import plot_precision
 from ddtree.analysis.figures.server_logs import plot_positions, plot_running, plot_server_log, plot_tau_over_time
 from ddtree.analysis.figures.speed import plot_frontier, plot_latency
 from ddtree.analysis.figures.style import find, save
@@ -31,13 +34,16 @@ __all__ = [
     "plot_accepted_ranks",
     "plot_calibration_by_depth",
     "plot_choice_ranks",
+    "plot_decoding",
     "plot_efficiency",
     "plot_expected_tau",
     "plot_frontier",
     "plot_latency",
     "plot_lengths",
+    "plot_memory",
     "plot_pay",
     "plot_positions",
+    "plot_precision",
     "plot_reliability",
     "plot_roofline",
     "plot_running",

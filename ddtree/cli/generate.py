@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,17 +23,28 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from ddtree.engine import Generation, Round
+    from ddtree.engine import Emission, Engine, Generation, Round
     from ddtree.protocols import Drafter, Target
     from ddtree.vocabulary import Vocabulary
 
 STYLES = tuple(f"#000000 on {colour}" for colour in ("#9cccff", "#ffcf87", "#a3e0b5", "#f3b3d6", "#c9bdfb", "#d9df8f"))
 FEW_COLOURS = tuple(f"black on {colour}" for colour in ("cyan", "yellow", "green", "magenta"))
 MODES = ("tree", "chain", "autoregressive")
+DTYPES = ("float32", "bfloat16", "float64")
 
 
 class _CannotGenerate(click.ClickException):
     exit_code = 2
+
+
+def _devices(ctx: Any, param: Any, value: str | None) -> tuple[str, ...] | None:
+    """The devices of ``--devices``: ("all",), or numbers and "cpu"."""
+    if value is None:
+        return None
+    devices = tuple(part.strip() for part in value.split(","))
+    if devices != ("all",) and not all(device == "cpu" or re.fullmatch(r"[0-9]{1,4}", device) for device in devices):
+        raise click.BadParameter(f"{value!r} must be all, or numbers of GPUs with commas between them, such as 0,1")
+    return devices
 
 
 @click.command()
@@ -74,6 +87,28 @@ class _CannotGenerate(click.ClickException):
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Nucleus.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of sampled tokens.")
+@click.option(
+    "--backend", metavar="NAME", help="Who does the operations, and so where the model lives: cupy is on the GPU."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="float32",
+    show_default=True,
+    help="Of weights, cache and arithmetic. bfloat16 is for a GPU.",
+)
+@click.option(
+    "--max-batch",
+    type=click.IntRange(1),
+    help="Most requests at once; further ones take the place of those that have finished.",
+)
+@click.option(
+    "--devices",
+    metavar="all|N,…",
+    callback=_devices,
+    help="Spread the prompts over GPUs, a process each: all, or their numbers; the backend is then cupy, if none is "
+    "given. cpu,cpu are two processes without a GPU.",
+)
 @click.option("--show-trees", is_flag=True, help="Show the tree of every round, with the accepted path.")
 @click.option("--tree-nodes", type=click.IntRange(1), default=24, show_default=True, help="Of a tree that is shown.")
 @click.option("--save", type=click.Path(path_type=Path), metavar="RUN", help="Write the run, for ddtree report.")
@@ -90,6 +125,10 @@ def generate(
     temperature: float,
     top_p: float,
     seed: int,
+    backend: str | None,
+    dtype: str,
+    max_batch: int | None,
+    devices: tuple[str, ...] | None,
     show_trees: bool,
     tree_nodes: int,
     save: Path | None,
@@ -103,34 +142,59 @@ def generate(
       ddtree generate --prompt "def get(self, key, default=None):" --show-trees
       ddtree generate --prompt-file half_a_module.py --temperature 0.7 --save run.kdtr
       ddtree generate --model ~/my-deepseek --ids 0,128,17 --mode chain
+      ddtree generate --prompt-file a.py --prompt-file b.py --backend cupy --dtype bfloat16 --devices all
     """  # noqa: D301 - click takes the backspace for "do not wrap"
     if not prompts and not files and not ids:
         raise _CannotGenerate("there is no prompt: give one with --prompt, --prompt-file or --ids")
     from rich.console import Console
 
+    from ddtree.backends import BackendUnavailable
     from ddtree.cli.check import keep_inputs
-    from ddtree.engine import Engine, NonFiniteLogitsError
+    from ddtree.engine import FactoryFailedError, NonFiniteLogitsError, RequestsFailedError
 
+    drafts = mode != "autoregressive"
+    if backend is None and devices is not None and "cpu" not in devices:
+        backend = "cupy"
     try:
         keep_inputs(files, () if save is None else (save,))
         _check_writable(save)
-        source = _load(model, drafts=mode != "autoregressive")
+        # where processes of their own decode, this one only reads and writes text
+        source = _load(model, drafts=drafts) if devices else _load(model, drafts=drafts, dtype=dtype, backend=backend)
         tokens = _tokens(source, prompts, files, ids)
         check_depth(source.drafter, depth)
-        engine = Engine(source.target, source.drafter, depth=depth, budget=budget)
+        vocab_size = source.target.vocab_size
         for stop in stops:
-            if stop >= engine.vocab_size:
-                raise ValueError(f"--stop must be in 0 … {engine.vocab_size - 1} (the vocabulary), got {stop}")
+            if stop >= vocab_size:
+                raise ValueError(f"--stop must be in 0 … {vocab_size - 1} (the vocabulary), got {stop}")
         every_stop = sorted({*stops, *source.stops})
-        generation = _with_bar(
-            engine,
-            tokens,
-            max_new_tokens,
-            {"stop_token_ids": every_stop, "temperature": temperature, "top_p": top_p, "seed": seed, "mode": mode},
-        )
+        options: dict[str, Any] = {
+            "stop_token_ids": every_stop,
+            "temperature": temperature,
+            "top_p": top_p,
+            "seed": seed,
+            "mode": mode,
+        }
+        options["keep_rounds"] = True  # what each round gave is to be shown
+        sizes: dict[str, Any] = {"depth": depth, "budget": budget, "backend": backend, "max_batch": max_batch}
+        if devices:
+            make_engine = functools.partial(_make_engine, model, drafts, dtype, sizes)
+            generation = _spread(make_engine, tokens, max_new_tokens, devices, max_batch, options)
+        else:
+            generation = _with_bar(_engine(source, sizes), tokens, max_new_tokens, options)
         if save is not None:
-            _save(save, generation, tokens, source, engine, mode, temperature, top_p, seed)
-    except (ValueError, TypeError, ImportError, NonFiniteLogitsError) as error:
+            settings: dict[str, Any] = {
+                "budget": budget,
+                "depth": depth,
+                "temperature": temperature,
+                "top_p": top_p,
+                "seed": seed,
+            }
+            settings |= {"mode": mode, "dtype": dtype, "backend": backend or "by the arrays"}
+            _save(save, generation, tokens, source, settings)
+    except (
+        ValueError, TypeError, ImportError, BackendUnavailable, NonFiniteLogitsError, FactoryFailedError,
+        RequestsFailedError,
+    ) as error:  # fmt: skip
         raise _CannotGenerate(str(error)) from error
     except OSError as error:
         raise _CannotGenerate(f"{error.filename or 'a file'}: {error.strerror or error}") from error
@@ -139,7 +203,7 @@ def generate(
     writer = _Writer(console, source.vocabulary, tree_nodes)
     for request in range(len(tokens)):
         writer.show(request, tokens[request], generation, show_trees)
-    _show_table(console, generation, source.drafter_name if mode != "autoregressive" else "nothing")
+    _show_table(console, generation, source.drafter_name if drafts else "nothing", of_all=devices is not None)
     if save is not None:
         console.print(f"Written: {save}. Look at it with: ddtree report {save}", markup=False, soft_wrap=True)
 
@@ -156,14 +220,14 @@ class _Source:
     stops: tuple[int, ...]
 
 
-def _load(path: Path | None, *, drafts: bool) -> _Source:
+def _load(path: Path | None, *, drafts: bool, dtype: str = "float32", backend: str | None = None) -> _Source:
     from ddtree.drafters import NgramDrafter
     from ddtree.model import load_model
     from ddtree.pair import TARGET, load_pair
     from ddtree.vocabulary import read_tokenizer_json
 
     if path is None or (path / TARGET).is_file():
-        target, block_drafter, vocabulary = load_pair(path)
+        target, block_drafter, vocabulary = load_pair(path, dtype=dtype, backend=backend)
         name = "the installed pair" if path is None else path.name
         return _Source(
             name,
@@ -173,7 +237,7 @@ def _load(path: Path | None, *, drafts: bool) -> _Source:
             vocabulary,
             target.config.eos_token_ids,
         )
-    target = load_model(path)
+    target = load_model(path, dtype=dtype, backend=backend)
     tokenizer = path / "tokenizer.json"
     return _Source(
         path.name,
@@ -235,48 +299,68 @@ def _check_writable(save: Path | None) -> None:
         raise OSError(error.errno, error.strerror, str(save)) from error
 
 
-def _with_bar(engine: Any, tokens: list[Any], max_new_tokens: int, options: dict[str, Any]) -> Generation:
+def _engine(source: _Source, sizes: dict[str, Any]) -> Engine:
+    from ddtree.engine import Engine
+
+    return Engine(source.target, source.drafter, **sizes)
+
+
+def _make_engine(model: Path | None, drafts: bool, dtype: str, sizes: dict[str, Any]) -> Engine:
+    """What each process of ``--devices`` builds."""
+    return _engine(_load(model, drafts=drafts, dtype=dtype, backend=sizes["backend"]), sizes)
+
+
+def _with_bar(engine: Engine, tokens: list[Any], max_new_tokens: int, options: dict[str, Any]) -> Generation:
     """Generate, with a bar where somebody looks."""
+    with _bar(len(tokens) * max_new_tokens) as advance:
+
+        def on_round(round_: Round) -> None:
+            advance(int(round_.acceptance.lengths.sum()))
+
+        return engine.generate(tokens, max_new_tokens, on_round=on_round, **options)
+
+
+def _spread(
+    make_engine: Callable[[], Engine],
+    tokens: list[Any],
+    max_new_tokens: int,
+    devices: tuple[str, ...],
+    max_batch: int | None,
+    options: dict[str, Any],
+) -> Generation:
+    """Generate in a process a device; the bar moves as shares of the prompts are done."""
+    from ddtree.engine import generate_many
+
+    named = None if devices == ("all",) else devices
+    share = 8 if max_batch is None else 2 * max_batch  # so that finished requests are replaced
+    with _bar(len(tokens) * max_new_tokens) as advance:
+
+        def on_emission(emission: Emission) -> None:
+            advance(max_new_tokens if emission.finish_reason else len(emission.token_ids))
+
+        return generate_many(
+            make_engine, tokens, max_new_tokens, devices=named, share=share, on_emission=on_emission, **options
+        )
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("tokens", total=len(tokens) * max_new_tokens)
-
-        def on_round(round_: Round) -> None:
-            progress.advance(task, int(round_.acceptance.lengths.sum()))
-
-        generation: Generation = engine.generate(tokens, max_new_tokens, on_round=on_round, **options)
-        return generation
+        task = progress.add_task("tokens", total=total)
+        yield lambda tokens: progress.advance(task, tokens)
 
 
-def _save(
-    path: Path,
-    generation: Generation,
-    tokens: list[Any],
-    source: _Source,
-    engine: Any,
-    mode: str,
-    temperature: float,
-    top_p: float,
-    seed: int,
-) -> None:
+def _save(path: Path, generation: Generation, tokens: list[Any], source: _Source, settings: dict[str, Any]) -> None:
     from ddtree import __version__
     from ddtree.analysis.runs import save_run
 
-    settings = {
-        "model": source.name,
-        "drafter": source.drafter_name if mode != "autoregressive" else "none",
-        "mode": mode,
-        "budget": engine.budget,
-        "depth": engine.depth,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-        "ddtree": __version__,
-    }
+    drafter = source.drafter_name if source.drafter is not None else "none"
+    settings = {"model": source.name, "drafter": drafter, **settings, "ddtree": __version__}
     save_run(path, generation, tokens, vocabulary=source.vocabulary, settings=settings)
 
 
@@ -379,7 +463,7 @@ def _visible(text: str) -> str:
     )
 
 
-def _show_table(console: Console, generation: Generation, drafter: str) -> None:
+def _show_table(console: Console, generation: Generation, drafter: str, *, of_all: bool) -> None:
     """Tokens, rounds and τ, and where the time went."""
     from rich import box
     from rich.table import Table
@@ -392,7 +476,12 @@ def _show_table(console: Console, generation: Generation, drafter: str) -> None:
     table.add_row("tokens", f"{tokens:,}", "")
     table.add_row("rounds", f"{generation.num_rounds:,}", "")
     table.add_row("τ, tokens emitted a round", "-" if generation.tau is None else f"{generation.tau:.3f}", "")
-    table.add_row("seconds", f"{total:.2f}", f"{tokens / total:,.1f} tokens/s" if total else "", end_section=True)
+    table.add_row(
+        "seconds of all processes" if of_all else "seconds",
+        f"{total:.2f}",
+        f"{tokens / total:,.1f} tokens/s" if total else "",
+        end_section=True,
+    )
     for stage, seconds in generation.seconds.items():
         table.add_row(f"  {stage}", f"{seconds:.2f}", f"{seconds / total:.0%}" if total else "")
     console.print(table)

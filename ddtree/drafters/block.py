@@ -6,6 +6,7 @@ target), n committed rows of a request, M = B · T.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -15,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from ddtree import reference
 from ddtree.arrays import array_namespace
+from ddtree.backends import serving
 from ddtree.checks import INT32_MAX, integer, real
 from ddtree.kdtr import KdtrFile, write_kdtr
-from ddtree.model import DeepseekV3
+from ddtree.model import DeepseekV3, layers
 from ddtree.model.layers import rms_norm, rope_cos_sin, rope_frequencies, rotate_halves, swiglu
 from ddtree.ops import topk_log_probs
-from ddtree.protocols import DraftContext
+from ddtree.protocols import DraftContext, ResidentState
 from ddtree.threads import SMALL, small_products_on_one_thread
 
 __all__ = ["BlockConfig", "BlockDrafter", "load_block_drafter", "save_block_drafter"]
@@ -130,14 +133,23 @@ class BlockConfig:
 @dataclass(frozen=True)
 class _Layer:
     attention_norm: Any  # (D,)
-    queries: Any  # (H · E, D)
-    keys_values: Any  # (2 · H · E, D)
+    projections: Any  # (3 · H · E, D): of queries, keys and values
     query_norm: Any  # (E,)
     key_norm: Any  # (E,)
     out: Any  # (D, H · E)
     mlp_norm: Any  # (D,)
     gate_up: Any  # (2I, D)
     down: Any  # (D, I)
+
+    @property
+    def queries(self) -> Any:
+        """Of queries alone: (H · E, D)."""
+        return self.projections[: len(self.projections) // 3]
+
+    @property
+    def keys_values(self) -> Any:
+        """Of keys and values: (2 · H · E, D)."""
+        return self.projections[len(self.projections) // 3 :]
 
 
 class BlockDrafter:
@@ -219,8 +231,7 @@ class BlockDrafter:
         self._layers = [
             _Layer(
                 attention_norm=read(f"layers.{i}.input_layernorm.weight"),
-                queries=read(f"layers.{i}.self_attn.q_proj.weight"),
-                keys_values=read(f"layers.{i}.self_attn.k_proj.weight", f"layers.{i}.self_attn.v_proj.weight"),
+                projections=read(*(f"layers.{i}.self_attn.{part}_proj.weight" for part in "qkv")),
                 query_norm=read(f"layers.{i}.self_attn.q_norm.weight"),
                 key_norm=read(f"layers.{i}.self_attn.k_norm.weight"),
                 out=read(f"layers.{i}.self_attn.o_proj.weight"),
@@ -259,15 +270,10 @@ class BlockDrafter:
             ``depth`` is more than the block holds, or the hidden states are not those of the rows that were committed
             since the last draft.
         """
-        c, xp = self.config, self._xp
-        if depth > self.max_depth:
-            raise ValueError(
-                f"depth must be at most {self.max_depth} for this drafter, whose block of {c.block_size} holds the "
-                f"root and {self.max_depth} masks, got {depth}: make the engine with depth={self.max_depth}"
-            )
+        self._check_depth(depth)
         self.forget((*context.began, *context.ended))
         contexts = [self._extended(context, b) for b in range(len(context.request_ids))]
-        roots = xp.asarray(context.root_token_ids)
+        roots = self._xp.asarray(context.root_token_ids)
         hidden = self._block(self._embedding[roots], contexts)[:, 1 : 1 + depth]
         return topk_log_probs(hidden @ self._head.T, min(topk, len(self._head)), backend=self.backend)
 
@@ -276,16 +282,45 @@ class BlockDrafter:
         for request in request_ids:
             self._contexts.pop(request, None)
 
+    def open_resident(self, state: ResidentState, depth: int, topk: int) -> _ResidentBlocks:
+        """Return a drafter of ``state``'s slots, which drafts what ``__call__`` does, where the target's model is.
+
+        Every slot's keys and values have room for ``context_window`` rows, or for as many as a slot has tokens; the
+        weights that make them are held once more, side by side. Sums are taken in another order than in ``__call__``,
+        and on a GPU the numbers between two sums are rounded less often: drafts are equal but for rounding.
+
+        Raises
+        ------
+        ValueError
+            ``depth`` is more than the block holds, or, on a GPU, ``head_dim`` is over 256 or a block's rows of a head
+            have over 4,096 elements.
+        MemoryError
+            There is no room for the contexts.
+        """
+        self._check_depth(depth)
+        return _ResidentBlocks(self, state, depth, topk)
+
+    def _check_depth(self, depth: int) -> None:
+        if depth > self.max_depth:
+            raise ValueError(
+                f"depth must be at most {self.max_depth} for this drafter, whose block of {self.config.block_size} "
+                f"holds the root and {self.max_depth} masks, got {depth}: make the engine with depth={self.max_depth}"
+            )
+
+    def _features(self, request: int, states: Mapping[int, Any]) -> Any:
+        """What the drafter reads of a request's rows (M, F), in its type."""
+        missing = [layer for layer in self.hidden_layers if layer not in states]
+        if missing:
+            raise ValueError(f"hidden_states of request {request} must have layers {missing}, got {sorted(states)}")
+        return _side_by_side([states[layer] for layer in self.hidden_layers]).astype(self._dtype, copy=False)
+
     def _extended(self, context: DraftContext, b: int) -> _Context:
         """The b-th request's context with the rows that the target's last pass added."""
         request, states = context.request_ids[b], context.hidden_states[b]
         known = self._contexts.get(request)
         if known is None:
             known = self._contexts[request] = _Context(self.config, self._xp, self._dtype)
-        missing = [layer for layer in self.hidden_layers if layer not in states]
-        if missing:
-            raise ValueError(f"hidden_states of request {request} must have layers {missing}, got {sorted(states)}")
-        features = self._xp.concatenate([states[layer] for layer in self.hidden_layers], axis=-1).astype(self._dtype)
+        features = self._features(request, states)
         committed = len(context.tokens[b]) - 1  # the root's row is not there yet
         if known.length + len(features) != committed:
             raise ValueError(
@@ -388,6 +423,118 @@ class _Context:
             new = self.xp.empty((layers, heads, room, width), old.dtype)
             new[:, :, : self.kept] = old[:, :, start : start + self.kept]
             setattr(self, name, new)
+
+
+def _side_by_side(rows: list[Any]) -> Any:
+    """Arrays (..., D) of one type as one (..., F), by their bits, since not every library moves bfloat16."""
+    return array_namespace(rows[0]).concatenate([_bits(part) for part in rows], axis=-1).view(rows[0].dtype)
+
+
+class _ResidentBlocks:
+    """Blocks of the slots of a state: see :class:`ddtree.protocols.ResidentDraft`.
+
+    A pass has the shape of all slots, whoever is in them: each takes in the rows that the last round kept, and its
+    block attends to as much of the slot's context as its length says.
+    """
+
+    def __init__(self, drafter: BlockDrafter, state: ResidentState, depth: int, topk: int) -> None:
+        c = drafter.config
+        self._drafter, self._state, self._depth = drafter, state, depth
+        self._xp = xp = array_namespace(drafter._embedding)
+        kernels: Any = None if xp is np else importlib.import_module("ddtree.kernels.cupy")
+        self._layers = layers if kernels is None else kernels
+        self._ops = reference if kernels is None else kernels
+        self._topk_log_probs = serving("topk_log_probs", drafter._embedding, drafter.backend)
+        self._k = min(topk, len(drafter._head))
+        self._precise = drafter._dtype if drafter._dtype == np.float64 else np.dtype(np.float32)
+        B, room = state.tokens.shape
+        heads = (c.num_hidden_layers, B, c.num_attention_heads)
+        rows = room if c.context_window is None else min(room, c.context_window)
+        try:
+            self._keys = xp.empty((*heads, c.head_dim, rows), drafter._dtype)
+            self._values = xp.empty((*heads, rows, c.head_dim), drafter._dtype)
+            # of all layers, so that rows go into every context at once
+            self._keys_values = _stacked([layer.keys_values for layer in drafter._layers])
+            self._key_norms = _stacked([layer.key_norm[None] for layer in drafter._layers])
+            self._features = xp.empty((B, depth + 1, len(c.target_layers), c.hidden_size), drafter._dtype)
+            self._blocks = xp.empty((B, c.block_size, c.hidden_size), drafter._dtype)
+        except MemoryError as error:
+            raise MemoryError(
+                f"no room for the block drafter's contexts of {B} slots of {rows} rows: {error}; run fewer requests "
+                "side by side"
+            ) from error
+        _bits(self._blocks)[:, 1:] = _bits(drafter._mask)
+        self.draft()  # compiles what a graph may capture, and refuses here what no draft can be made with
+
+    def draft(self) -> tuple[Any, Any]:
+        drafter, state, eps = self._drafter, self._state, self._drafter.config.rms_norm_eps
+        if state.hidden_states:
+            B, J, layers_read, D = self._features.shape
+            for i, read in enumerate(drafter.hidden_layers):  # not joined: CuPy would bring their addresses from here
+                rows = state.hidden_states[read].astype(drafter._dtype, copy=False)
+                _bits(self._features)[:, :, i] = _bits(rows)
+            features = self._features.reshape(B * J, layers_read * D)
+            self._append(features, state.lengths, state.kept, slice(None))
+        h = self._embedded()
+        for i, layer in enumerate(drafter._layers):
+            projected = self._layers.linear(h, layer.projections, gain=layer.attention_norm, eps=eps)
+            mixed = self._ops.block_attention(
+                *(projected, self._keys[i], self._values[i], state.lengths),
+                *(layer.query_norm, layer.key_norm, drafter._frequencies),
+                eps=eps,
+            )
+            h = self._layers.linear(mixed, layer.out, residual=h)
+            h = self._layers.swiglu(h, layer.gate_up, layer.down, gain=layer.mlp_norm, eps=eps, residual=h)
+        B, T, D = self._blocks.shape
+        bits = _bits(h).reshape(B, T, D)[:, 1 : 1 + self._depth]
+        drafted = self._xp.ascontiguousarray(bits).view(h.dtype).reshape(-1, D)
+        logits = self._layers.linear(drafted, drafter._head, gain=drafter._norm, eps=eps, dtype=self._precise)
+        draft: tuple[Any, Any] = self._topk_log_probs(logits.reshape(B, self._depth, -1), self._k)
+        return draft
+
+    def begin(self, slot: int, request: int, tokens: Any, prompt_len: int, hidden_states: dict[int, Any]) -> None:
+        """Take the prompt's rows into the slot's context."""
+        features = self._drafter._features(request, hidden_states)
+        if len(features) != prompt_len:
+            raise ValueError(
+                f"hidden_states of request {request} must have {prompt_len} rows, those of its prompt, "
+                f"got {len(features)}"
+            )
+        features = features[max(0, len(features) - self._values.shape[3]) :]
+        added = self._xp.full(1, len(features), np.int32)
+        slots = slice(slot, slot + 1)
+        self._append(features, self._state.lengths[slots], added, slots)
+
+    def end(self, slot: int) -> None:
+        """Let go of nothing: the next request's rows take the place of these."""
+
+    def _append(self, features: Any, lengths: Any, kept: Any, slots: slice) -> None:
+        """Take rows (M, F) into the contexts of ``slots``, as many of each as it kept."""
+        drafter, eps = self._drafter, self._drafter.config.rms_norm_eps
+        rows = self._layers.linear(features, drafter._fc)
+        projected = self._layers.linear(rows, self._keys_values, gain=drafter._hidden_norm, eps=eps)
+        self._ops.append_context(
+            *(self._keys[:, slots], self._values[:, slots], projected, lengths, kept),
+            *(self._key_norms, drafter._frequencies),
+            eps=eps,
+        )
+
+    def _embedded(self) -> Any:
+        """The blocks' first hidden states (B · T, D): each root's embedding, and masks, which are there already."""
+        embedding = self._drafter._embedding
+        roots = self._xp.clip(self._state.roots, 0, len(embedding) - 1)  # of an inert slot, anything
+        _bits(self._blocks)[:, 0] = _bits(embedding)[roots]
+        return self._blocks.reshape(-1, self._blocks.shape[-1])
+
+
+def _bits(array: Any) -> Any:
+    """The same memory as whole numbers."""
+    return array.view(np.dtype(f"u{array.dtype.itemsize}"))
+
+
+def _stacked(matrices: list[Any]) -> Any:
+    """Matrices of one width and type, one below the other."""
+    return array_namespace(matrices[0]).concatenate([_bits(matrix) for matrix in matrices]).view(matrices[0].dtype)
 
 
 def save_block_drafter(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import importlib
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -10,10 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree import reference
+from ddtree.arrays import array_namespace
 from ddtree.checks import INT32_MAX, integer, real
-from ddtree.protocols import DraftContext
+from ddtree.protocols import DraftContext, ResidentState
+from ddtree.reference.portable_math import portable_log
 
 __all__ = ["NgramDrafter"]
+
+_MOST_VOTERS = 1024
+"""Places of an order that vote, the most recent ones."""
 
 
 class NgramDrafter:
@@ -22,7 +28,8 @@ class NgramDrafter:
     For each n from ``max_ngram`` down, the places after which the last n tokens stand vote, a depth apart, for the
     tokens found there; the i-th most recent place has weight ``recency ** i``. A token's share of order n is its votes
     over all votes plus ``escape``; the escaped share goes to the next shorter n, and what escapes the shortest is not
-    drafted (so an order without votes passes everything on, and a token that follows long matches gets most).
+    drafted (so an order without votes passes everything on, and a token that follows long matches gets most). The 1,024
+    most recent places vote, as far as their weight is not below 2⁻⁵².
 
     Parameters
     ----------
@@ -45,6 +52,10 @@ class NgramDrafter:
     Each request's index grows by its new tokens alone, so a round looks up the matches that vote, besides one
     comparison of the context with what is indexed. It is made when a request begins, or goes on from other tokens, and
     dropped when it has ended.
+
+    What is drafted is defined to the last bit by :func:`ddtree.reference.ngram_draft`: votes and shares are whole
+    numbers of 2⁻⁵² and 2⁻⁶², so that an index, plain loops and a GPU's threads, which add them up in orders of their
+    own, draft the same.
     """
 
     synthetic = False
@@ -58,8 +69,8 @@ class NgramDrafter:
             raise ValueError(f"recency must be over 0 and at most 1, got {self.recency}")
         if self.escape <= 0:
             raise ValueError(f"escape must be over 0, got {self.escape}")
-        # Places from here on weigh less than float64 rounds to beside the first.
-        self._voters = INT32_MAX if self.recency == 1 else math.ceil(math.log(2.0**-53) / math.log(self.recency))
+        self._vote_sums = _vote_sums(self.recency)
+        self._votes = np.diff(self._vote_sums)
         self._indices: dict[int, _NgramIndex] = {}
 
     def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
@@ -72,13 +83,28 @@ class NgramDrafter:
             if index is None or not index.began(tokens):  # another generation may have the same request numbers
                 index = self._indices[request] = _NgramIndex(self.min_ngram, self.max_ngram)
             index.extend(tokens)
-            places = [np.array(ends[-self._voters :][::-1], np.int64) for ends in index.suffix_places(tokens)]
+            places = [np.array(ends[-len(self._votes) :][::-1], np.int64) for ends in index.suffix_places(tokens)]
             for d in range(depth):
                 ids, shares = self._shares(tokens, [ends + d for ends in places])
                 best = np.lexsort((ids, -shares))[:topk]
                 token_ids[b, d, : len(best)] = ids[best]
-                log_probs[b, d, : len(best)] = np.minimum(np.log(shares[best]), 0.0)
+                # as float32, the shares are far enough apart for their logarithms to be in order
+                kept = shares[best].astype(np.float32).astype(np.float64)
+                log_probs[b, d, : len(best)] = portable_log(kept * 2.0**-62)
         return log_probs, token_ids
+
+    def open_resident(self, state: ResidentState, depth: int, topk: int) -> _ResidentNgrams:
+        """Return a drafter of ``state``'s slots, which drafts what ``__call__`` does, where the state's arrays are.
+
+        A draft looks through all of a request's tokens, without an index: on a GPU in one kernel.
+
+        Raises
+        ------
+        ValueError
+            On a GPU: ``max_ngram`` is 32 above ``min_ngram`` or more, or there are more than 4,096 places that may vote
+            (orders times voters, where a request may have more tokens than that).
+        """
+        return _ResidentNgrams(self, state, depth, topk)
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """Drop the indices of these requests, which have ended."""
@@ -87,19 +113,57 @@ class NgramDrafter:
 
     def _shares(
         self, tokens: NDArray[np.int32], places: list[NDArray[np.int64]]
-    ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Tokens at ``places`` (longest order first, most recent place first) and each one's probability."""
-        found, weights, escaped = [np.empty(0, np.int32)], [np.empty(0)], 1.0
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Tokens at ``places`` (longest order first, most recent place first) and each one's share, over 0."""
+        found, given, escaped = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 1.0
         for followers in places:
             known = followers < len(tokens)
-            votes = self.recency ** np.flatnonzero(known).astype(np.float64)
-            total = float(votes.sum()) + self.escape
+            votes = self._votes[: len(followers)][known]
+            total = float(votes.sum()) * 2.0**-52 + self.escape
             found.append(tokens[followers[known]])
-            weights.append(votes * (escaped / total))
+            given.append((votes * (escaped / total) * 2.0**10).astype(np.int64))
             escaped *= self.escape / total
         ids, which = np.unique(np.concatenate(found), return_inverse=True)
-        shares: NDArray[Any] = np.bincount(which, np.concatenate(weights), minlength=len(ids))
-        return ids, shares
+        shares = np.zeros(len(ids), np.int64)
+        np.add.at(shares, which, np.concatenate(given))
+        return ids[shares > 0], shares[shares > 0]
+
+
+def _vote_sums(recency: float) -> NDArray[np.int64]:
+    """Votes of the i most recent places together, in units of 2⁻⁵²: int64, shape (voters + 1,)."""
+    sums, weight = [0], 1.0
+    while weight >= 2.0**-52 and len(sums) <= _MOST_VOTERS:
+        sums.append(sums[-1] + int(weight * 2**52))
+        weight *= recency
+    return np.array(sums, np.int64)
+
+
+class _ResidentNgrams:
+    """N-gram drafts of the slots of a state: see :class:`ddtree.protocols.ResidentDraft`."""
+
+    def __init__(self, drafter: NgramDrafter, state: ResidentState, depth: int, topk: int) -> None:
+        xp = array_namespace(state.tokens)
+        self._ops = reference if xp is np else importlib.import_module("ddtree.kernels.cupy")
+        self._state, self._vote_sums = state, xp.asarray(drafter._vote_sums)
+        self._options = {
+            "depth": depth,
+            "topk": topk,
+            "max_ngram": drafter.max_ngram,
+            "min_ngram": drafter.min_ngram,
+            "escape": drafter.escape,
+        }
+        self.draft()  # compiles what a graph may capture, and refuses here what no draft can be made with
+
+    def draft(self) -> tuple[Any, Any]:
+        state = self._state
+        draft: tuple[Any, Any] = self._ops.ngram_draft(state.tokens, state.lengths, self._vote_sums, **self._options)
+        return draft
+
+    def begin(self, slot: int, request: int, tokens: Any, prompt_len: int, hidden_states: dict[int, Any]) -> None:
+        """Keep nothing: a request's tokens are all in the state."""
+
+    def end(self, slot: int) -> None:
+        """Let go of nothing."""
 
 
 class _NgramIndex:

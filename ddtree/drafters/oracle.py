@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ddtree import reference
+from ddtree.arrays import array_namespace
 from ddtree.checks import INT32_MAX, integer, real
-from ddtree.protocols import DraftContext
+from ddtree.protocols import DraftContext, ResidentState
 from ddtree.reference.philox import philox4x32
 from ddtree.tokens import token_row
 
@@ -18,6 +22,11 @@ __all__ = ["NoiseLaw", "OracleDrafter"]
 
 NOISE_BLOCK = np.uint32(0xFFFFFFFF)
 """First counter word of an oracle's noise. A token's sampling noise has its id // 4 there, so the two never meet."""
+
+_MOST_TABLE_BYTES = 1 << 32
+"""Of what is drafted ahead for the slots of a resident drafter."""
+_DRAFTED_AT_ONCE = 1024
+"""Positions whose drafts are made together."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +107,15 @@ class NoiseLaw:
 
     def rank(self, depth: int, uniform: float) -> int | None:
         """Rank of the truth at ``depth`` (from 1) where chance is ``uniform``, in [0, 1); None: not drafted."""
+        rank = int(self.ranks(depth, np.array([uniform]))[0])
+        return rank if rank >= 0 else None
+
+    def ranks(self, depth: int, uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Rank of the truth at ``depth`` (from 1) by each of ``uniforms``, in [0, 1); −1: not drafted."""
         row = self.rank_probs[min(depth, len(self.rank_probs)) - 1]
         ends = np.cumsum(np.asarray(row, np.float64))
-        rank = int(np.searchsorted(ends, uniform, side="right"))  # half-open: a probability of 0 never happens
-        return rank if rank < len(ends) else None
+        ranks = np.searchsorted(ends, uniforms, side="right")  # half-open: a probability of 0 never happens
+        return np.where(ranks < len(ends), ranks, -1)
 
 
 def _probabilities(name: str, values: Sequence[float]) -> list[float]:
@@ -182,33 +196,56 @@ class OracleDrafter:
         self.forget(context.ended)
 
         B, K = len(context.request_ids), min(topk, self.vocab_size)
-        log_probs = np.full((B, depth, K), -np.inf, np.float32)
         token_ids = np.full((B, depth, K), -1, np.int32)
-        row = _confidence(depth, K)
         for b, (request, tokens) in enumerate(zip(context.request_ids, context.tokens, strict=True)):
             if request not in self.continuations or request not in self._prompt_lens:
                 known = "began with this drafter" if request in self.continuations else "has a continuation"
                 raise ValueError(f"request {request} must be one that {known}, got another: pass its continuation")
-            uniforms = self._uniforms(request, len(tokens), depth)
-            committed = len(tokens) - self._prompt_lens[request]
-            for d in range(1, depth + 1):
-                truth = self._truth(request, committed - 1 + d)
-                if truth is None:
-                    break
-                rank = 0 if self.noise is None else self.noise.rank(d, float(uniforms[d - 1]))
-                ids = self._candidates(truth, rank, K)
-                token_ids[b, d - 1, : len(ids)] = ids
-                log_probs[b, d - 1, : len(ids)] = row[: len(ids)]
-        return log_probs, token_ids
+            prompt_len = self._prompt_lens[request]
+            token_ids[b] = self._drafts(request, prompt_len, len(tokens) - prompt_len, 1, depth, K)[0]
+        return np.where(token_ids >= 0, _confidence(depth, K), np.float32(-np.inf)), token_ids
+
+    def open_resident(self, state: ResidentState, depth: int, topk: int) -> _ResidentOracle:
+        """Return a drafter of ``state``'s slots, which drafts what ``__call__`` does, where the state's arrays are.
+
+        What a request will be shown at any position is made when it begins, and lies in a table from then on, of
+        4 · depth · K bytes a slot and new token (those of the longest continuation, or, with ``past_end``, as many as a
+        slot holds). A draft is then one look into it.
+
+        Raises
+        ------
+        ValueError
+            The table would take more than 4 GiB.
+        """
+        return _ResidentOracle(self, state, depth, topk)
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """Drop where these requests' continuations began, which have ended."""
         for request in request_ids:
             self._prompt_lens.pop(request, None)
 
-    def _truth(self, request: int, index: int) -> int | None:
+    def _drafts(
+        self, request: int, prompt_len: int, first: int, count: int, depth: int, width: int
+    ) -> NDArray[np.int32]:
+        """Candidates (count, depth, width) where ``first``, ``first + 1``, … new tokens are committed; −1: none."""
         known = self.continuations[request]
-        return int(known[index]) if index < len(known) else self.past_end
+        uniforms = self._uniforms(request, prompt_len + first, count + depth)
+        ranks = np.arange(width)
+        token_ids = np.full((count, depth, width), -1, np.int32)
+        for d in range(1, depth + 1):
+            index = np.arange(first - 1 + d, first - 1 + d + count)  # of the truth, among the new tokens
+            given = max(min(count, len(known) - int(index[0])), 0)
+            truth = np.full(count, -1 if self.past_end is None else self.past_end, np.int64)
+            truth[:given] = known[index[:given]]
+            at = np.zeros(count, np.int64)
+            if self.noise is not None:
+                at = self.noise.ranks(d, uniforms[d - 1 : d - 1 + count])
+            rank = np.where((at < 0) | (at >= width), self.vocab_size, at)[:, None]
+            # the truth at its rank, the others counting up from it: without it, all of the vocabulary but the truth
+            offsets = np.where(ranks == rank, 0, np.where(ranks < rank, ranks + 1, ranks))
+            drafted = (truth[:, None] >= 0) & (offsets < self.vocab_size)
+            token_ids[:, d - 1] = np.where(drafted, (truth[:, None] + offsets) % self.vocab_size, -1)
+        return token_ids
 
     def _uniforms(self, request: int, first_position: int, count: int) -> NDArray[np.float64]:
         """One number in [0, 1) a position, the same whichever round drafts it."""
@@ -218,14 +255,48 @@ class OracleDrafter:
         words = philox4x32(counter, (self.seed & 0xFFFFFFFF, self.seed >> 32))
         return words[:, 0].astype(np.float64) * 2.0**-32
 
-    def _candidates(self, truth: int, rank: int | None, width: int) -> NDArray[np.int64]:
-        """Distinct ids with ``truth`` at ``rank``, the others counting up from it; without it if None."""
-        ranks = np.arange(width)
-        if rank is None or rank >= width:
-            offsets = ranks[: self.vocab_size - 1] + 1  # all of the vocabulary but the truth
-        else:
-            offsets = np.where(ranks == rank, 0, ranks + (ranks < rank))
-        return (truth + offsets) % self.vocab_size
+
+class _ResidentOracle:
+    """An oracle's drafts of the slots of a state: see :class:`ddtree.protocols.ResidentDraft`."""
+
+    def __init__(self, drafter: OracleDrafter, state: ResidentState, depth: int, topk: int) -> None:
+        self._drafter, self._state = drafter, state
+        self._xp = xp = array_namespace(state.tokens)
+        self._ops = reference if xp is np else importlib.import_module("ddtree.kernels.cupy")
+        B, self._room = state.tokens.shape
+        K = min(topk, drafter.vocab_size)
+        longest = max(map(len, drafter.continuations.values()), default=0)
+        places = self._room if drafter.past_end is not None else min(self._room, longest)
+        shape = (B, max(places, 1), depth, K)
+        size = 4 * B * shape[1] * depth * K
+        if size > _MOST_TABLE_BYTES:
+            raise ValueError(
+                f"the oracle's table for {B} slots of {shape[1]} new tokens, {depth} deep, of {K} candidates takes "
+                f"{size / 2**30:.1f} GiB, and must take at most {_MOST_TABLE_BYTES / 2**30:.0f}: run fewer requests "
+                "side by side, or lower topk"
+            )
+        self._table = xp.full(shape, -1, np.int32)
+        self._confidence = xp.asarray(_confidence(depth, K))
+        self.draft()  # compiles what a graph may capture
+
+    def draft(self) -> tuple[Any, Any]:
+        state = self._state
+        draft: tuple[Any, Any] = self._ops.oracle_draft(self._table, self._confidence, state.lengths, state.prompt_lens)
+        return draft
+
+    def begin(self, slot: int, request: int, tokens: Any, prompt_len: int, hidden_states: dict[int, Any]) -> None:
+        """Make every draft of the request; the copies to a GPU are asynchronous, from pinned memory."""
+        if request not in self._drafter.continuations:
+            raise ValueError(f"request {request} must be one that has a continuation, got another: pass it")
+        _, places, depth, K = self._table.shape
+        places = min(places, self._room - prompt_len)
+        for start in range(0, places, _DRAFTED_AT_ONCE):
+            count = min(places - start, _DRAFTED_AT_ONCE)
+            drafts = self._drafter._drafts(request, prompt_len, 1 + start, count, depth, K)
+            self._table[slot, start : start + count] = self._xp.asarray(drafts)
+
+    def end(self, slot: int) -> None:
+        """Let go of nothing: the next request's drafts take the place of these."""
 
 
 def _confidence(depth: int, width: int) -> NDArray[np.float32]:

@@ -14,7 +14,7 @@ from ddtree.ops import compact_cache
 from ddtree.protocols import KVCache, Target
 from ddtree.trees import Acceptance
 
-__all__ = ["PagedCache"]
+__all__ = ["PagedCache", "Pages"]
 
 
 class PagedCache:
@@ -24,24 +24,31 @@ class PagedCache:
     ----------
     target : Target
         Gives the array.
-    most_rows : sequence of int
-        The most rows that each request needs, those of its last tree included.
-    page_size : int
-        S, rows of a page.
+    pages : Pages
+        Who owns which of its pages.
     backend : str, optional
         Who compacts.
+    like : array, optional
+        An array that the target made before, of at least as many pages, to be used again.
+
+    Raises
+    ------
+    MemoryError
+        The device has no room for the array.
     """
 
-    def __init__(self, target: Target, most_rows: Sequence[int], page_size: int, backend: str | None) -> None:
-        self.pages = _Pages(most_rows, page_size)
-        self.like = _checked(target.new_cache(self.pages.count, page_size), self.pages.count, page_size)
-        self.backend = backend
+    def __init__(self, target: Target, pages: Pages, backend: str | None, like: Any = None) -> None:
+        if like is None:
+            like = _checked(_new(target, pages), pages.count, pages.page_size)
+        self.pages, self.like, self.backend = pages, like, backend
         self._xp = array_namespace(self.like)
+
+    def admit(self, request: int) -> bool:
+        """Give a request the pages of its whole life; False, and none, where too few are free."""
+        return self.pages.reserve(request)
 
     def view(self, requests: Sequence[int], prefix_lens: NDArray[np.int32], window: Any) -> KVCache:
         """The cache as ``requests`` see it, with pages for ``window`` rows behind each prefix."""
-        for request, rows in zip(requests, (prefix_lens + window).tolist(), strict=True):
-            self.pages.reserve(request, rows)
         table = self._xp.asarray(self.pages.table[list(requests)])
         return KVCache(self.like, table, self._xp.asarray(prefix_lens))
 
@@ -54,25 +61,56 @@ class PagedCache:
         self.pages.release(request)
 
 
-class _Pages:
-    """Who owns which cache pages: handed out as a request grows, and back on the free list when it is finished."""
+class Pages:
+    """Who owns which cache pages: handed out when a request begins, and back on the free list when it is finished.
 
-    def __init__(self, most_rows: Sequence[int], page_size: int) -> None:
-        most = [-(-rows // page_size) for rows in most_rows]
-        self.page_size = page_size
-        self.count = sum(most)
+    Parameters
+    ----------
+    most_rows : sequence of int
+        The most rows that each request needs, those of its last tree included.
+    page_size : int
+        S, rows of a page.
+    max_batch : int
+        The most requests that hold pages at a time.
+    rows : int, optional
+        The most rows that there are; by default as many as the ``max_batch`` longest requests need.
+    """
+
+    def __init__(self, most_rows: Sequence[int], page_size: int, max_batch: int, rows: int | None = None) -> None:
+        self.most_rows, self.page_size = most_rows, page_size
+        self.need = [-(-most // page_size) for most in most_rows]
+        self.count = sum(sorted(self.need, reverse=True)[:max_batch])
+        if rows is not None:
+            self.count = min(self.count, rows // page_size)
         self.free = list(reversed(range(self.count)))
-        self.table = np.zeros((len(most), max(most, default=0)), np.int32)
-        self.owned = [0] * len(most)
+        self.table = np.zeros((len(self.need), max(self.need, default=0)), np.int32)
+        self.owned = [0] * len(self.need)
 
-    def reserve(self, request: int, rows: int) -> None:
-        while self.owned[request] * self.page_size < rows:
-            self.table[request, self.owned[request]] = self.free.pop()
-            self.owned[request] += 1
+    def reserve(self, request: int) -> bool:
+        """Give a request all that it needs, or nothing."""
+        need = self.need[request]
+        if need > len(self.free):
+            return False
+        self.table[request, :need] = [self.free.pop() for _ in range(need)]
+        self.owned[request] = need
+        return True
 
     def release(self, request: int) -> None:
+        """Take back what a request has."""
         self.free.extend(self.table[request, : self.owned[request]].tolist())
         self.owned[request] = 0
+
+
+def _new(target: Target, pages: Pages) -> Any:
+    try:
+        return target.new_cache(pages.count, pages.page_size)
+    except MemoryError as error:
+        longest = int(np.argmax(pages.need))
+        raise MemoryError(
+            f"no room for a cache of {pages.count:,} pages of {pages.page_size} rows, of which prompts[{longest}], the "
+            f"longest, needs {pages.need[longest]:,}: {error}; pass a smaller max_batch, cache_rows or max_new_tokens, "
+            "or fewer prompts"
+        ) from error
 
 
 def _checked(data: Any, pages: int, page_size: int) -> Any:

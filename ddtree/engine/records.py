@@ -13,7 +13,7 @@ from ddtree.trees import Acceptance, DraftTree
 
 __all__ = ["STAGES", "Emission", "Generation", "Round"]
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 
 STAGES = ("prefill", "draft", "build_tree", "forward", "choose_tokens", "accept_tree", "compact_cache")
 """The parts of a generation, in order; the first once a request, the others once a round."""
@@ -72,7 +72,7 @@ class Generation:
     tokens : list of array, int32
         New tokens of each prompt, the prefill's first; a stop token, if met, is the last.
     finish_reasons : list of str
-        "stop" or "length", one a prompt.
+        "stop" or "length", one a prompt; "error" where an error that carries this says that one failed.
     rounds : list of Round
         Every round, first to last.
     tokens_per_round : list of array, int32

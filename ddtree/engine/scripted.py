@@ -32,18 +32,20 @@ class ScriptedTarget:
 
     Notes
     -----
-    The engine moves requests up in the batch as others finish, so a pass must find out whose text a row follows. As in
-    a model, that is in the cache: a pass over a request with nothing committed is its prefill, where row b of the batch
-    is text b, and every cache row that is written holds the number of its text. Later passes read it there, so that
-    another request's page shows as another text's tokens.
+    The engine moves requests in the batch as others come and go, so a pass must find out whose text a row follows. As
+    in a model, that is in the cache: a pass over a request with nothing committed is its prefill, whose tokens say
+    which text it is; of texts that begin alike, the first that has not begun. Every cache row that is written holds
+    the number of its text. Later passes read it there, so that another request's page shows as another text's tokens.
     """
 
     def __init__(self, texts: Sequence[ArrayLike], vocab_size: int) -> None:
         self.vocab_size = integer("vocab_size", vocab_size, 1, INT32_MAX)
         self._texts = [token_row(f"texts[{i}]", text, self.vocab_size) for i, text in enumerate(texts)]
+        self._begun: set[int] = set()
 
     def new_cache(self, num_pages: int, page_size: int) -> NDArray[np.int32]:
-        """One layer of rows of one number, at first the number of no text."""
+        """One layer of rows of one number, at first the number of no text. With it the texts begin anew."""
+        self._begun.clear()
         return np.full((1, num_pages, page_size, 1), len(self._texts), np.int32)
 
     def forward(
@@ -56,7 +58,10 @@ class ScriptedTarget:
         positions = tree_positions(tree.depths, cache.prefix_lens)
         logits = np.full((B, 1 if last_only else N, self.vocab_size), -np.inf, np.float32)
         for b in range(B):
-            count, text = int(tree.node_counts[b]), self._owner(b, tree, cache)
+            count = int(tree.node_counts[b])
+            if count == 0:
+                continue  # a slot without a request
+            text = self._owner(b, tree, cache)
             rows = int(cache.prefix_lens[b]) + np.arange(count)
             page_size = cache.data.shape[2]
             cache.data[0, cache.page_table[b, rows // page_size], rows % page_size, 0] = text
@@ -72,8 +77,11 @@ class ScriptedTarget:
         if cache.prefix_lens[b] > 0:
             return int(cache.data[0, cache.page_table[b, 0], 0, 0])
         prompt = tree.token_ids[b, : int(tree.node_counts[b])]
-        if b >= len(self._texts):
-            raise ValueError(f"texts must have one text a prompt, got {len(self._texts)} texts and a prompt {b}")
-        if not np.array_equal(prompt, self._texts[b][: len(prompt)]):
-            raise ValueError(f"prompt {b} must be the beginning of texts[{b}], got another")
-        return b
+        own = [i for i, text in enumerate(self._texts) if np.array_equal(prompt, text[: len(prompt)])]
+        if not own:
+            raise ValueError(f"every prompt must be the beginning of a text, got {prompt.tolist()} in row {b}")
+        if self._begun.issuperset(own):  # of a run before
+            self._begun.difference_update(own)
+        text = next(i for i in own if i not in self._begun)
+        self._begun.add(text)
+        return text

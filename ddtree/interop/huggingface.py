@@ -167,9 +167,10 @@ class DDTreeDecoder(Engine):
             rows, max_new_tokens, self.stop_token_ids if stop_token_ids is None else stop_token_ids, **options
         )
 
-    def _new_run(self, plan: Any, *arguments: Any) -> Any:
+    def new_run(self, plan: Any, *arguments: Any) -> Any:
+        """Open a generation whose arguments have been checked."""
         if not self.target.on_gpu or plan.policy is not None or self.backend not in (None, "cupy"):
-            return super()._new_run(plan, *arguments)  # a policy or a backend of the caller's works as it likes
+            return super().new_run(plan, *arguments)  # a policy or a backend of the caller's works as it likes
         from ddtree.interop.huggingface_rounds import DeviceRun
 
         return DeviceRun(self, plan, *arguments)

@@ -33,12 +33,15 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "float32", backend:
         A folder with ``config.json`` and safetensors of a ``deepseek_v3`` model, in one file or in shards, experts one
         by one (the hub's form) or fused (transformers 5's); or a bundle that :func:`save_bundle` wrote.
     dtype : str
-        "float32" or "float64": of weights, cache and all arithmetic, whatever the type on disk is.
+        "float32", "float64" or, on a GPU alone, "bfloat16", whatever the type on disk is: see :class:`DeepseekV3`.
     backend : str, optional
-        Who serves attention, and so where the model lives: see :class:`DeepseekV3`.
+        Who serves attention, and so where the model lives: see :class:`DeepseekV3`. Tensors go there one by one, as
+        they are on disk, and are converted there; the host never holds more than the largest and a small one.
 
     Raises
     ------
+    MemoryError
+        There is no room for the model where it is to live; the tensor is named, with the bytes that it needs.
     FileNotFoundError
         A file is missing.
     ValueError
@@ -65,7 +68,7 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "float32", backend:
             raise ValueError(f"{path} is no model: its metadata has no 'config', only {have}")
         where = f"{path}: metadata 'config'"
         config = _read_config(_parse_json(bundle.metadata["config"], where), where)
-        weights = {name: _finite(name, bundle[name]) for name in bundle if "/" not in name}
+        weights = _BundleWeights(bundle)
         _check_tied(config, weights)
         return DeepseekV3(config, weights, dtype=dtype, backend=backend)
 
@@ -200,6 +203,26 @@ def _check_tied(config: ModelConfig, weights: Mapping[str, Any]) -> None:
         head, embedding = (np.asarray(weights[f"{name}.weight"]) for name in ("lm_head", "model.embed_tokens"))
         if not np.array_equal(head, embedding):
             raise ValueError("tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight")
+
+
+class _BundleWeights(Mapping[str, "NDArray[Any]"]):
+    """The tensors of a bundle, each read when it is asked for."""
+
+    def __init__(self, bundle: KdtrFile) -> None:
+        self._bundle = bundle
+        self._names = [name for name in bundle if "/" not in name]
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return _finite(name, self._bundle[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._bundle  # Mapping's own would read the tensor
 
 
 class _SafetensorsFolder(Mapping[str, "NDArray[Any]"]):

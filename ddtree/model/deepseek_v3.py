@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Iterable, Mapping
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
-from ddtree.arrays import array_kind, array_namespace, dtype_name, to_numpy
+from ddtree.arrays import array_kind, array_namespace, dtype_name, import_array, to_numpy
 from ddtree.backends import get_backend, serving
 from ddtree.model.config import ModelConfig
-from ddtree.model.layers import LatentAttention, moe_experts, rms_norm, rope_cos_sin, route_experts, swiglu
+from ddtree.model.layers import RowsOfPass, rms_norm
 from ddtree.protocols import KVCache, TargetOutput
 from ddtree.threads import SMALL, small_products_on_one_thread
 from ddtree.trees import DraftTree
@@ -21,28 +24,47 @@ from ddtree.trees import DraftTree
 __all__ = ["DeepseekV3", "check_names"]
 
 WEIGHT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+MODEL_DTYPES = ("bfloat16", "float32", "float64")
+PIECE = 1 << 26
+"""Bytes of a tensor that are converted at a time."""
+
+LORA_NORM_EPS = 1e-6
+"""Of the norms inside attention, whatever the configuration's ``rms_norm_eps`` says."""
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Multi-head latent attention (arXiv 2405.04434), with W_UK and W_UV absorbed: Q elements of a compressed query."""
+
+    norm: Any  # (D,)
+    down: Any  # (Q + C + R, D), or without compression of the query (H · (P + R) + C + R, D)
+    q_norm: Any  # (Q,), or None
+    q_up: Any  # (H · (P + R), Q), or None
+    kv_norm: Any  # (C,)
+    k_up: Any  # (H, C, P): W_UK takes a query into the latent space
+    v_up: Any  # (H, V, C): W_UV takes a latent to a head's value
+    out: Any  # (D, H · V)
 
 
 @dataclass(frozen=True)
 class _Dense:
+    norm: Any  # (D,)
     gate_up: Any  # (2I, D)
     down: Any  # (D, I)
 
 
 @dataclass(frozen=True)
 class _Experts:
-    router: Any  # (E, D)
-    bias: Any  # (E,)
-    gate_up: Any  # (E, 2I, D)
-    down: Any  # (E, D, I)
-    shared: _Dense
+    norm: Any  # (D,)
+    router: Any  # (E, D), float32 or float64
+    bias: Any  # (E,), the router's type
+    gate_up: Any  # (E + shared ones, 2I, D)
+    down: Any  # (E + shared ones, D, I)
 
 
 @dataclass(frozen=True)
 class _Layer:
-    attention_norm: Any  # (D,)
-    attention: LatentAttention
-    mlp_norm: Any  # (D,)
+    attention: _Attention
     mlp: _Dense | _Experts
 
 
@@ -57,7 +79,9 @@ class DeepseekV3:
         Tensors by Hugging Face's names (see :meth:`ModelConfig.tensor_shapes`), float16, bfloat16, float32 or float64;
         each is read once. A layer's experts may be in either form.
     dtype : str
-        "float32" or "float64": of weights, cache and all arithmetic, the router, norms and softmax included.
+        "float32", "float64" or, on a GPU alone, "bfloat16": of weights, cache and hidden states. All arithmetic is in
+        float32 and float64 in the models of these types; in one of bfloat16, sums, norms, softmax, router and logits
+        are float32.
     backend : str, optional
         Who serves ``verify_attention``. Its arrays decide where the model lives: on the GPU for a backend that takes
         CuPy arrays, else (and if left out) on the host.
@@ -77,6 +101,8 @@ class DeepseekV3:
         A tensor is missing, left over or has another shape than the configuration says; it is named.
     TypeError
         A tensor is of another type than those above.
+    MemoryError
+        There is no room for a tensor where the model is to live: it is named, with the bytes that it needs.
     BackendUnavailable
         The backend cannot be used here or has no ``verify_attention``.
     """
@@ -89,14 +115,22 @@ class DeepseekV3:
         dtype: str = "float32",
         backend: str | None = None,
     ) -> None:
-        if dtype not in ("float32", "float64"):
-            raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
+        if dtype not in MODEL_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(repr, MODEL_DTYPES))}, got {dtype!r}")
         kind = "numpy" if backend is None else get_backend(backend).array_kind
         if kind == "torch":
             raise ValueError(f"backend must take NumPy or CuPy arrays to serve a model, but {backend!r} takes torch's")
+        if dtype == "bfloat16" and kind == "numpy":
+            raise ValueError(
+                "dtype must be 'float32' or 'float64' for a model on the host, got 'bfloat16': "
+                "pass backend='cupy' to have it on a GPU"
+            )
         self.config = config
-        self.dtype = np.dtype(dtype)
+        self.dtype = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
         self.backend = backend
+        self._precise = np.dtype("float64" if dtype == "float64" else "float32")
+        self._on_host = kind == "numpy"
+        self._ops = importlib.import_module("ddtree.model.layers" if self._on_host else "ddtree.kernels.cupy")
         read = _Reader(config, weights, self.dtype, importlib.import_module(kind))
         self._embedding = read("model.embed_tokens.weight")
         self._layers = [_pack_layer(read, i) for i in range(config.num_hidden_layers)]
@@ -111,9 +145,17 @@ class DeepseekV3:
         return self.config.vocab_size
 
     @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can be made of a pass, once one of its shape has been run: with ``backend="cupy"``.
+
+        Such a pass works on all slots, whatever the counts are, so that it waits for no value of its arrays.
+        """
+        return self.backend == "cupy"
+
+    @property
     def small_products(self) -> bool:
         """Whether its products on the host are too small to share between threads (see :mod:`ddtree.threads`)."""
-        return self.config.hidden_size < SMALL and array_kind(self._embedding) == "numpy"
+        return self.config.hidden_size < SMALL and self._on_host
 
     @property
     def embedding(self) -> Any:
@@ -149,8 +191,8 @@ class DeepseekV3:
         Parameters
         ----------
         tree : DraftTree
-            B trees of N slots; a prompt is a :func:`ddtree.trees.chain_tree`. Arrays on the host are taken to a model
-            on the GPU.
+            B trees of N slots; a prompt is a :func:`ddtree.trees.chain_tree`. A count of 0 is a free place in the
+            batch. Arrays on the host are taken to a model on the GPU; there, token ids below 0 are read as 0.
         cache : KVCache
             Storage of :meth:`new_cache`'s shape and type. Node i of request b goes to row ``prefix_lens[b] + i``;
             unused slots write nothing, and rows that no node sees are not read.
@@ -162,7 +204,8 @@ class DeepseekV3:
         Returns
         -------
         TargetOutput
-            ``logits`` (B, N, V) and ``hidden_states``, each (B, N, D), in the model's type; 0 in unused slots.
+            ``logits`` (B, N, V) and ``hidden_states``, each (B, N, D), in the model's type, but float32 logits of a
+            bfloat16 model. Unused slots, and the last one of a request that has none in use, hold anything finite.
 
         Raises
         ------
@@ -170,50 +213,63 @@ class DeepseekV3:
             The cache does not fit the model or the tree, a layer does not exist, or, on the host, where looking costs
             nothing, a token id or a page is out of range. Nothing has been written then.
         """
-        xp = array_namespace(self._embedding)
+        xp, ops = array_namespace(self._embedding), self._ops
         tree = _in_namespace(xp, tree)
         nodes = self._place(tree, cache, hidden_layers)
-        cos, sin = (
-            t.astype(self.dtype) for t in rope_cos_sin(nodes.positions, self._frequencies, self.config.attention_factor)
-        )
-        eps = self.config.rms_norm_eps
-        h = self._embedding[nodes.token_ids]
+        B, N = tree.token_ids.shape
+        h = _rows_of(self._embedding, nodes.token_ids)
         hidden_states = {0: nodes.to_slots(h)} if 0 in hidden_layers else {}
         for i, layer in enumerate(self._layers):
-            q, rows = layer.attention.project(rms_norm(h, layer.attention_norm, eps=eps), cos, sin)
-            cache.data[i][nodes.pages, nodes.page_rows] = rows
-            latents = self._attend(
-                nodes.to_slots(q),
-                cache.data[i],
-                cache.page_table,
-                cache.prefix_lens,
-                tree,
-                scale=self.config.attention_scale,
-                kv_lora_rank=self.config.kv_lora_rank,
-            )
-            h = h + layer.attention.output(nodes.from_slots(latents))
-            h = h + self._mlp(rms_norm(h, layer.mlp_norm, eps=eps), layer.mlp)
+            h = self._attention(h, layer.attention, nodes, tree, cache, i)
+            h = self._mlp(h, layer.mlp, nodes)
             if i + 1 in hidden_layers:
                 hidden_states[i + 1] = nodes.to_slots(h)
         if last_only:
-            h = h[xp.cumsum(tree.node_counts) - 1]
-        logits = rms_norm(h, self._norm, eps=eps) @ self._head.T
+            last = xp.arange(0, B * N, N) + xp.maximum(tree.node_counts - 1, 0)
+            h = _rows_of(nodes.to_slots(h).reshape(B * N, h.shape[1]), last)
+        logits = ops.linear(h, self._head, gain=self._norm, eps=self.config.rms_norm_eps, dtype=self._precise)
         return TargetOutput(logits[:, None] if last_only else nodes.to_slots(logits), hidden_states)
 
-    def _mlp(self, x: Any, w: _Dense | _Experts) -> Any:
+    def _attention(self, h: Any, w: _Attention, nodes: _Nodes, tree: DraftTree, cache: KVCache, layer: int) -> Any:
+        """The (M, D) residual stream after a layer's attention."""
+        c, xp, ops = self.config, array_namespace(h), self._ops
+        (M, _), (H, C, P), R = h.shape, w.k_up.shape, c.qk_rope_head_dim
+        compressed = ops.linear(h, w.down, gain=w.norm, eps=c.rms_norm_eps)
+        queries, kv = compressed[:, : -C - R], nodes.to_slots(compressed[:, -C - R :])
+        if w.q_up is not None:
+            queries = ops.linear(queries, w.q_up, gain=w.q_norm, eps=LORA_NORM_EPS)
+        queries = queries.reshape(M, H, P + R)
+        q = xp.empty((M, H, C + R), h.dtype)
+        ops.head_linear(queries[..., :P], w.k_up, out=q[..., :C])
+        q, rows = nodes.to_slots(q), cache.data[layer]
+        latent, key = kv[..., :C], kv[..., C:]
+        nodes.rope(q, rows, nodes.to_slots(queries), latent, key, gain=w.kv_norm, eps=LORA_NORM_EPS)
+        latents = self._attend(
+            q, rows, cache.page_table, cache.prefix_lens, tree, scale=c.attention_scale, kv_lora_rank=C
+        )
+        values = ops.head_linear(nodes.from_slots(latents), w.v_up)
+        return ops.linear(values.reshape(M, w.out.shape[1]), w.out, residual=h)
+
+    def _mlp(self, h: Any, w: _Dense | _Experts, nodes: _Nodes) -> Any:
+        """The (M, D) residual stream after a layer's feed-forward part."""
+        c, ops = self.config, self._ops
+        norm: dict[str, Any] = {"gain": w.norm, "eps": c.rms_norm_eps}
         if isinstance(w, _Dense):
-            return swiglu(x, w.gate_up, w.down)
-        c = self.config
-        expert_ids, weights = route_experts(
-            x @ w.router.T,
+            return ops.swiglu(h, w.gate_up, w.down, residual=h, **norm)
+        x = h
+        if self._on_host:  # where a norm is a step of its own: one for both that read it
+            x, norm = rms_norm(h, w.norm, eps=c.rms_norm_eps), {}
+        expert_ids, weights = ops.route_experts(
+            ops.linear(x, w.router, dtype=self._precise, **norm),
             w.bias,
             num_experts_per_tok=c.num_experts_per_tok,
             n_group=c.n_group,
             topk_group=c.topk_group,
             norm_topk_prob=c.norm_topk_prob,
             routed_scaling_factor=c.routed_scaling_factor,
+            node_counts=nodes.counts,
         )
-        return moe_experts(x, expert_ids, weights, w.gate_up, w.down) + swiglu(x, w.shared.gate_up, w.shared.down)
+        return ops.moe_experts(x, expert_ids, weights, w.gate_up, w.down, residual=h, shared=c.n_shared_experts, **norm)
 
     def _place(self, tree: DraftTree, cache: KVCache, hidden_layers: tuple[int, ...]) -> _Nodes:
         """Check a pass's arguments and find where each of its nodes belongs."""
@@ -239,59 +295,78 @@ class DeepseekV3:
             if not 0 <= layer <= c.num_hidden_layers:
                 raise ValueError(f"hidden_layers must lie in 0 … {c.num_hidden_layers}, got {layer}")
 
-        real = xp.arange(N) < tree.node_counts[:, None]
-        slots = xp.flatnonzero(real)
-        request, node = slots // N, slots % N
-        token_ids = tree.token_ids.reshape(-1)[slots]
-        S, room = data.shape[2], table.shape[1] * data.shape[2]
-        start = prefix[request].astype(xp.int64)  # offsets into a cache can exceed 32 bits
-        rows = start + node
-        host = xp is np and len(slots) > 0
-        if host and not 0 <= token_ids.min() <= token_ids.max() < c.vocab_size:
-            at = int(np.argmax((token_ids < 0) | (token_ids >= c.vocab_size)))
-            raise ValueError(
-                f"tree.token_ids[{request[at]}, {node[at]}] must be in 0 … {c.vocab_size - 1}, got {token_ids[at]}"
+        if not self._on_host:
+            rope = functools.partial(
+                self._ops.rope,
+                page_table=table,
+                prefix_lens=prefix,
+                tree=tree,
+                frequencies=self._frequencies,
+                attention_factor=c.attention_factor,
             )
-        if host and not 0 <= rows.min() <= rows.max() < room:
+            return _Nodes((B, N), None, xp.maximum(tree.token_ids, 0).reshape(-1), tree.node_counts, rope)
+        where = RowsOfPass(prefix, tree, self._frequencies, c.attention_factor, self.dtype)
+        token_ids = tree.token_ids.reshape(-1)[where.slots]
+        if len(token_ids) > 0:
+            self._check_values(token_ids, where, cache)
+        where.find_pages(table, data.shape[2])
+        return _Nodes((B, N), where.slots, token_ids, None, where.rope)
+
+    def _check_values(self, token_ids: Any, where: RowsOfPass, cache: KVCache) -> None:
+        """On the host, where looking costs nothing: tokens, rows and pages that exist."""
+        V, request, rows = self.config.vocab_size, where.requests, where.rows
+
+        def node(at: int) -> int:
+            return int(where.slots[at] % where.shape[1])
+
+        if not 0 <= token_ids.min() <= token_ids.max() < V:
+            at = int(np.argmax((token_ids < 0) | (token_ids >= V)))
+            raise ValueError(f"tree.token_ids[{request[at]}, {node(at)}] must be in 0 … {V - 1}, got {token_ids[at]}")
+        table, (_, pages, S, _) = cache.page_table, cache.data.shape
+        room = table.shape[1] * S
+        if not 0 <= rows.min() <= rows.max() < room:
             at = int(np.argmax((rows < 0) | (rows >= room)))
             raise ValueError(
-                f"cache.page_table has room for {room} rows a request, but node {node[at]} of request {request[at]} "
+                f"cache.page_table has room for {room} rows a request, but node {node(at)} of request {request[at]} "
                 f"goes to row {rows[at]}"
             )
-        pages = table[request, rows // S]
-        if host and not 0 <= pages.min() <= pages.max() < data.shape[1]:
-            at = int(np.argmax((pages < 0) | (pages >= data.shape[1])))
+        held = table[request, rows // S]
+        if not 0 <= held.min() <= held.max() < pages:
+            at = int(np.argmax((held < 0) | (held >= pages)))
             raise ValueError(
-                f"cache.page_table[{request[at]}, {rows[at] // S}] must be in 0 … {data.shape[1] - 1}, got {pages[at]}"
+                f"cache.page_table[{request[at]}, {rows[at] // S}] must be in 0 … {pages - 1}, got {held[at]}"
             )
-        depths = tree.depths.reshape(-1)[slots]
-        return _Nodes((B, N), slots, token_ids, start + depths, pages, rows % S)
 
 
 @dataclass(frozen=True)
 class _Nodes:
-    """The M nodes in use, in order of their slots, so that no arithmetic is spent on padding."""
+    """Which M rows the layers work on: on the host the nodes in use; on a GPU, which counts none, all B · N slots."""
 
     shape: tuple[int, int]  # (B, N)
-    slots: Any  # (M,), of B · N
+    slots: Any  # (M,), of B · N, in order; None for all
     token_ids: Any  # (M,)
-    positions: Any  # (M,)
-    pages: Any  # (M,)
-    page_rows: Any  # (M,)
+    counts: Any  # (B,) slots of each request in use; None where all rows are
+    rope: Callable[..., None]  # a layer's: :func:`ddtree.model.layers.rope` at the places of these nodes
 
     def to_slots(self, values: Any) -> Any:
-        """(M, …) values in their slots: (B, N, …), 0 in unused ones."""
+        """(M, …) values in their slots: (B, N, …), 0 in unused ones on the host."""
         B, N = self.shape
-        if len(self.slots) == B * N:
+        if len(values) == B * N:
             return values.reshape(B, N, *values.shape[1:])
-        result = array_namespace(values).zeros((B * N, *values.shape[1:]), values.dtype)
+        result = np.zeros((B * N, *values.shape[1:]), values.dtype)
         result[self.slots] = values
         return result.reshape(B, N, *values.shape[1:])
 
     def from_slots(self, values: Any) -> Any:
         """(M, …) values of (B, N, …)."""
         flat = values.reshape(-1, *values.shape[2:])
-        return flat if len(self.slots) == len(flat) else flat[self.slots]
+        return flat if self.slots is None or len(self.slots) == len(flat) else flat[self.slots]
+
+
+def _rows_of(table: Any, indices: Any) -> Any:
+    """Rows of a (n, D) table, by their bits, since not every library moves bfloat16: (M, D)."""
+    bits = (np.uint16, np.uint32, np.uint64)[table.dtype.itemsize >> 2]
+    return table.view(bits)[indices].view(table.dtype)
 
 
 def _in_namespace(xp: Any, tree: DraftTree) -> DraftTree:
@@ -356,90 +431,174 @@ def _check_counts(config: ModelConfig, have: set[str]) -> None:
 
 
 class _Reader:
-    """Takes tensors from a mapping in the model's type, checked, and to where the model lives."""
+    """Takes a mapping's tensors, checked, one by one to where the model lives, in the type that they have there."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Any], dtype: np.dtype[Any], xp: Any) -> None:
         self.config = config
         self.xp = xp
+        self.dtype = dtype
         self._weights = weights
-        self._dtype = dtype
+        self._ahead: dict[str, Any] = {}
         self._shapes = check_names(config, weights)
 
     def has(self, name: str) -> bool:
         return name in self._shapes
 
-    def host(self, name: str) -> NDArray[Any]:
-        """A copy of the tensor on the host."""
-        tensor = to_numpy(self._weights[name])
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def ahead(self, *names: str) -> None:
+        """Read these before room is made for them, so that their sizes are not only claimed."""
+        self._ahead |= {name: self.tensor(name) for name in names}
+
+    def tensor(self, name: str) -> Any:
+        """The tensor as it is: on the host, or where the model lives if it is there already."""
+        if name in self._ahead:
+            return self._ahead.pop(name)
+        tensor = import_array(self._weights[name])
+        tensor = to_numpy(tensor) if self.xp is np else tensor
         if tensor.shape != self._shapes[name]:
             raise ValueError(f"{name} must have shape {self._shapes[name]} by the configuration, got {tensor.shape}")
-        if tensor.dtype.name not in WEIGHT_DTYPES:
+        if dtype_name(tensor) not in WEIGHT_DTYPES:
             raise TypeError(f"{name} must be one of {', '.join(WEIGHT_DTYPES)}, got {tensor.dtype}")
-        return np.array(tensor, self._dtype)
+        return tensor
 
-    def device(self, array: NDArray[Any]) -> Any:
-        return self.xp.asarray(np.ascontiguousarray(array))
+    def room(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Any:
+        """Memory for ``name``, or for what it is a part of."""
+        dtype = self.dtype if dtype is None else np.dtype(dtype)
+        try:
+            return self.xp.empty(shape, dtype)
+        except MemoryError as error:
+            raise _out_of_memory(self.xp, name, math.prod(shape) * dtype.itemsize) from error
 
-    def __call__(self, *names: str) -> Any:
+    def fill(self, name: str, room: Any, tensor: Any) -> None:
+        """Write a tensor into its room, of the same shape, converted there, in pieces, so that little lies twice."""
+        rows = max(1, PIECE * len(room) // max(1, tensor.nbytes)) if len(room) > 0 else 1
+        try:
+            for start in range(0, len(room), rows):
+                piece = slice(start, start + rows)
+                room[piece] = self.xp.asarray(_native(tensor[piece])).astype(room.dtype, copy=False)
+        except MemoryError as error:
+            raise _out_of_memory(self.xp, name, rows * max(1, tensor.nbytes // len(room))) from error
+
+    def __call__(self, *names: str, dtype: Any = None) -> Any:
         """The tensors, stacked by rows."""
-        return self.device(np.concatenate([self.host(name) for name in names]))
+        shapes, start = [self._shapes[name] for name in names], 0
+        self.ahead(names[0])
+        room = self.room(names[0], (sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype)
+        for name, shape in zip(names, shapes, strict=True):
+            self.fill(name, room[start : start + shape[0]], self.tensor(name))
+            start += shape[0]
+        return room
+
+
+def _native(tensor: Any) -> Any:
+    """A tensor in the machine's order of bytes."""
+    return tensor if tensor.dtype.isnative else tensor.astype(tensor.dtype.newbyteorder("="))
+
+
+def _out_of_memory(xp: Any, name: str, needed: int) -> MemoryError:
+    where = "the host" if xp is np else f"GPU {xp.cuda.Device().id}"
+    return MemoryError(
+        f"{name} needs {needed:,} bytes on {where}, and {_free_bytes(xp):,} are free: load the model in a narrower "
+        "dtype, or free memory there"
+    )
+
+
+def _free_bytes(xp: Any) -> int:
+    """What can still be allocated where the arrays of ``xp`` lie."""
+    if xp is np:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    pool = xp.get_default_memory_pool()
+    free, limit = int(xp.cuda.Device().mem_info[0] + pool.free_bytes()), int(pool.get_limit())
+    return min(free, limit - int(pool.used_bytes())) if limit else free
 
 
 def _pack_layer(read: _Reader, i: int) -> _Layer:
-    c = read.config
     layer = f"model.layers.{i}"
-    return _Layer(
-        read(f"{layer}.input_layernorm.weight"),
-        _pack_attention(read, f"{layer}.self_attn"),
-        read(f"{layer}.post_attention_layernorm.weight"),
-        _pack_experts(read, f"{layer}.mlp") if c.is_moe(i) else _pack_dense(read, f"{layer}.mlp"),
-    )
+    attention_norm = read(f"{layer}.input_layernorm.weight")
+    attention = _pack_attention(read, attention_norm, f"{layer}.self_attn")
+    norm = read(f"{layer}.post_attention_layernorm.weight")
+    if read.config.is_moe(i):
+        return _Layer(attention, _pack_experts(read, norm, f"{layer}.mlp"))
+    gate_up = read(f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight")
+    return _Layer(attention, _Dense(norm, gate_up, read(f"{layer}.mlp.down_proj.weight")))
 
 
-def _pack_dense(read: _Reader, mlp: str) -> _Dense:
-    return _Dense(
-        read(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-        read(f"{mlp}.down_proj.weight"),
-    )
-
-
-def _pack_experts(read: _Reader, mlp: str) -> _Experts:
-    if read.has(f"{mlp}.experts.gate_up_proj"):
-        gate_up, down = read(f"{mlp}.experts.gate_up_proj"), read(f"{mlp}.experts.down_proj")
-    else:
-        experts = [_pack_dense(read, f"{mlp}.experts.{e}") for e in range(read.config.n_routed_experts)]
-        gate_up, down = (read.xp.stack(part) for part in zip(*((e.gate_up, e.down) for e in experts), strict=True))
-    return _Experts(
-        read(f"{mlp}.gate.weight"),
-        read(f"{mlp}.gate.e_score_correction_bias"),
-        gate_up,
-        down,
-        _pack_dense(read, f"{mlp}.shared_experts"),
-    )
-
-
-def _pack_attention(read: _Reader, attention: str) -> LatentAttention:
+def _pack_experts(read: _Reader, norm: Any, mlp: str) -> _Experts:
+    """The routed experts' matrices and, behind them, the shared expert's in parts of the routed ones' inner size."""
     c = read.config
-    H, P, C, R = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank, c.qk_rope_head_dim
-    kv_down = read.host(f"{attention}.kv_a_proj_with_mqa.weight")  # first: that R is not only claimed
-    # Interleaved pairs become halves here, once: attention's scores do not depend on the order of elements.
-    halves = np.arange(R).reshape(-1, 2).T.reshape(-1) if c.rope_interleave else np.arange(R)
+    E, n, D, inner = c.n_routed_experts, c.n_shared_experts, c.hidden_size, c.moe_intermediate_size
+    parts = [f"{part}_proj.weight" for part in ("gate", "up", "down")]
+    fused = [f"{mlp}.experts.{part}_proj" for part in ("gate_up", "down")]
+    read.ahead(fused[0] if read.has(fused[0]) else f"{mlp}.experts.0.{parts[0]}", f"{mlp}.shared_experts.{parts[0]}")
+    gate_up, down = read.room(fused[0], (E + n, 2 * inner, D)), read.room(fused[1], (E + n, D, inner))
+    if read.has(fused[0]):
+        for name, room in zip(fused, (gate_up[:E], down[:E]), strict=True):
+            read.fill(name, room, read.tensor(name))
+    else:
+        for e in range(E):
+            for part, room in zip(parts, (gate_up[e, :inner], gate_up[e, inner:], down[e]), strict=True):
+                name = f"{mlp}.experts.{e}.{part}"
+                read.fill(name, room, read.tensor(name))
+    # a SwiGLU's inner rows add up, so that an expert of n times the inner size is n experts
+    for part, room in zip(parts, (gate_up[E:, :inner], gate_up[E:, inner:], down[E:].transpose(1, 0, 2)), strict=True):
+        name = f"{mlp}.shared_experts.{part}"
+        read.fill(name, room, read.tensor(name).reshape(room.shape))
+    precise = np.float64 if read.dtype == np.float64 else np.float32
+    router, bias = (read(f"{mlp}.gate.{name}", dtype=precise) for name in ("weight", "e_score_correction_bias"))
+    return _Experts(norm, router, bias, gate_up, down)
 
-    def queries(name: str) -> NDArray[Any]:
-        heads = read.host(name).reshape(H, P + R, -1)
-        heads[:, P:] = heads[:, P + halves]
-        return heads.reshape(H * (P + R), -1)
 
-    kv_down[C:] = kv_down[C + halves]
-    compressed = c.q_lora_rank is not None
-    q_down = read.host(f"{attention}.q_a_proj.weight") if compressed else queries(f"{attention}.q_proj.weight")
-    kv_up = read.host(f"{attention}.kv_b_proj.weight").reshape(H, P + c.v_head_dim, C)
-    return LatentAttention(
-        down=read.device(np.concatenate([q_down, kv_down])),
-        q_norm=read(f"{attention}.q_a_layernorm.weight") if compressed else None,
-        q_up=read.device(queries(f"{attention}.q_b_proj.weight")) if compressed else None,
-        kv_norm=read(f"{attention}.kv_a_layernorm.weight"),
-        k_up=read.device(kv_up[:, :P]),
-        v_up=read.device(kv_up[:, P:].transpose(0, 2, 1)),
-        out=read(f"{attention}.o_proj.weight"),
-    )
+def _pack_attention(read: _Reader, norm: Any, attention: str) -> _Attention:
+    q_norm, q_up, down = None, None, _pack_compression(read, attention)
+    if read.config.q_lora_rank is not None:
+        name = f"{attention}.q_b_proj.weight"
+        read.ahead(name)
+        q_norm, q_up = read(f"{attention}.q_a_layernorm.weight"), read.room(name, read.shape(name))
+        _fill_rotary(read, name, q_up, read.config.num_attention_heads)
+    kv_norm = read(f"{attention}.kv_a_layernorm.weight")
+    k_up, v_up = _pack_kv_up(read, f"{attention}.kv_b_proj.weight")
+    return _Attention(norm, down, q_norm, q_up, kv_norm, k_up, v_up, read(f"{attention}.o_proj.weight"))
+
+
+def _pack_compression(read: _Reader, attention: str) -> Any:
+    """The query's compression (or, without one, the queries of all heads) and the key's, in one matrix."""
+    c = read.config
+    q_name = f"{attention}.q_proj.weight" if c.q_lora_rank is None else f"{attention}.q_a_proj.weight"
+    kv_name = f"{attention}.kv_a_proj_with_mqa.weight"
+    read.ahead(q_name, kv_name)
+    rows = read.shape(q_name)[0]
+    down = read.room(q_name, (rows + c.cache_width, c.hidden_size))
+    if c.q_lora_rank is None:
+        _fill_rotary(read, q_name, down[:rows], c.num_attention_heads)
+    else:
+        read.fill(q_name, down[:rows], read.tensor(q_name))
+    _fill_rotary(read, kv_name, down[rows:], 1)
+    return down
+
+
+def _pack_kv_up(read: _Reader, name: str) -> tuple[Any, Any]:
+    c = read.config
+    H, P, V, C = c.num_attention_heads, c.qk_nope_head_dim, c.v_head_dim, c.kv_lora_rank
+    tensor = read.tensor(name).reshape(H, P + V, C)
+    k_up, v_up = read.room(name, (H, C, P)), read.room(name, (H, V, C))
+    read.fill(name, k_up.transpose(0, 2, 1), tensor[:, :P])
+    read.fill(name, v_up, tensor[:, P:])
+    return k_up, v_up
+
+
+def _fill_rotary(read: _Reader, name: str, room: Any, groups: int) -> None:
+    """Fill a matrix whose rows are ``groups`` times some and then R rotary ones.
+
+    Interleaved pairs become halves, once for all: attention's scores do not depend on the order of elements.
+    """
+    R, tensor = read.config.qk_rope_head_dim, read.tensor(name)
+    room, tensor = (a.reshape(groups, -1, a.shape[-1]) for a in (room, tensor))
+    plain = room.shape[1] - R
+    if not read.config.rope_interleave:
+        read.fill(name, room, tensor)
+        return
+    read.fill(name, room[:, :plain], tensor[:, :plain])
+    read.fill(name, room[:, plain : plain + R // 2], tensor[:, plain::2])
+    read.fill(name, room[:, plain + R // 2 :], tensor[:, plain + 1 :: 2])

@@ -1,26 +1,35 @@
-"""The layers' mathematics on whole arrays: NumPy and CuPy run the same code, in the type of their inputs.
+"""The layers' mathematics on whole arrays, in the type of their inputs.
 
-Each function computes what the one of the same name in :mod:`ddtree.reference` says. Letters: M tokens, D hidden size,
-E experts, K experts a token, I inner size, H heads, C kv_lora_rank, R qk_rope_head_dim. Matrices are (out, in), as
-checkpoints have them.
+Each function computes what the one of the same name in :mod:`ddtree.reference` says. Those of whole layers have the
+names and arguments of :mod:`ddtree.kernels.cupy`, so that a model is written once: these serve it on the host, those on
+a GPU, for which they never wait. Letters: M tokens, D hidden size, O outputs, E experts, K experts a token, I inner
+size, H heads, B requests of N slots, P elements of a head's query without position, C kv_lora_rank, R qk_rope_head_dim,
+S page size. Matrices are (out, in), as checkpoints have them.
+
+Many layers normalise what they read and add their result to the residual stream, so that both are arguments: ``gain``,
+shape (D,), with ``eps``, normalises x by :func:`rms_norm` first, and ``residual``, of the result's shape, is added.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree.arrays import array_namespace, to_numpy
+from ddtree.trees import DraftTree
 
 __all__ = [
-    "LORA_NORM_EPS",
-    "LatentAttention",
+    "RowsOfPass",
+    "head_linear",
+    "linear",
     "moe_experts",
     "rms_norm",
+    "rope",
     "rope_cos_sin",
     "rope_frequencies",
     "rotate_halves",
@@ -28,9 +37,6 @@ __all__ = [
     "sigmoid",
     "swiglu",
 ]
-
-LORA_NORM_EPS = 1e-6
-"""Of the norms inside attention, whatever the configuration's ``rms_norm_eps`` says."""
 
 
 def rms_norm(x: Any, weight: Any, *, eps: float) -> Any:
@@ -135,11 +141,160 @@ def rotate_halves(x: Any, cos: Any, sin: Any) -> Any:
 def sigmoid(x: Any) -> Any:
     """1 / (1 + e^−x) to full relative precision at both ends, without an overflow: array, float, any shape."""
     xp = array_namespace(x)
-    small = xp.exp(-xp.abs(x))
-    return xp.where(x < 0, small, 1) / (1 + small)
+    small = xp.exp(xp.minimum(x, 0))
+    return small / (small + xp.exp(-xp.maximum(x, 0)))
 
 
-def swiglu(x: Any, gate_up: Any, down: Any) -> Any:
+def linear(x: Any, weight: Any, *, gain: Any = None, eps: float = 0.0, residual: Any = None, dtype: Any = None) -> Any:
+    """Product with a weight: ``x Wᵀ``.
+
+    Parameters
+    ----------
+    x : array, float, shape (M, D)
+        Rows, which may be a part of the columns of a wider array.
+    weight : array, float, shape (O, D)
+        The weight.
+    gain : array, float, shape (D,), optional
+        Normalise x first, by this gain.
+    eps : float
+        Of the norm.
+    residual : array, float, shape (M, O), optional
+        Added to the product.
+    dtype : type, optional
+        Type of the result; x's if left out.
+
+    Returns
+    -------
+    array, float, shape (M, O)
+    """
+    result = _normalised(x, gain, eps) @ weight.T
+    if residual is not None:
+        result += residual
+    return result if dtype is None else result.astype(dtype, copy=False)
+
+
+def head_linear(x: Any, weight: Any, *, out: Any = None) -> Any:
+    """Product of each head with a weight of its own.
+
+    Parameters
+    ----------
+    x : array, float, shape (M, H, D)
+        Of each token and head.
+    weight : array, float, shape (H, O, D)
+        Of each head.
+    out : array, float, shape (M, H, O), optional
+        Where the result goes. Rows and heads of x and of this may lie apart, their elements may not.
+
+    Returns
+    -------
+    array, float, shape (M, H, O)
+        ``out`` where it is given.
+    """
+    heads = x.transpose(1, 0, 2), weight.transpose(0, 2, 1)
+    if out is None:
+        return array_namespace(x).matmul(*heads).transpose(1, 0, 2)
+    array_namespace(x).matmul(*heads, out=out.transpose(1, 0, 2))
+    return out
+
+
+def rope(
+    q: Any,
+    kv_cache: Any,
+    queries: Any,
+    latents: Any,
+    keys: Any,
+    page_table: Any,
+    prefix_lens: Any,
+    tree: DraftTree,
+    *,
+    gain: Any,
+    eps: float,
+    frequencies: Any,
+    attention_factor: float = 1.0,
+) -> None:
+    """Rotate a layer's queries and keys at the nodes' positions, and write the nodes' rows of its cache.
+
+    Parameters
+    ----------
+    q : array, float, shape (B, N, H, C + R)
+        Its last R elements of each head are written, 0 in unused slots; the rest is left alone.
+    kv_cache : array, float, shape (pages, S, C + R)
+        One layer of the cache. Node i's row ``prefix_len + i`` is written: its latent, normalised, then its rotated
+        key. Unused slots write nothing.
+    queries : array, float, shape (B, N, H, P + R)
+        Queries of which the last R elements are to be rotated.
+    latents : array, float, shape (B, N, C)
+        Latents before their norm.
+    keys : array, float, shape (B, N, R)
+        Keys to be rotated.
+    page_table : array, int32, shape (B, max_pages)
+        Row r of request b is row ``r % S`` of page ``page_table[b, r // S]``.
+    prefix_lens : array, int32, shape (B,)
+        Committed rows of each request.
+    tree : DraftTree
+        Its depths and node counts say where nodes stand and which are in use.
+    gain : array, float, shape (C,)
+        Of the latents' norm.
+    eps : float
+        Of the same.
+    frequencies : array, float64, shape (R / 2,)
+        Radians a position of each pair.
+    attention_factor : float
+        YaRN's factor of cosines and sines.
+    """
+    where = RowsOfPass(prefix_lens, tree, frequencies, attention_factor, q.dtype)
+    where.find_pages(page_table, kv_cache.shape[1])
+    where.rope(q, kv_cache, queries, latents, keys, gain=gain, eps=eps)
+
+
+class RowsOfPass:
+    """Where the nodes of a pass stand, and what they are rotated by: the same in every layer, so found once.
+
+    Parameters
+    ----------
+    prefix_lens, tree, frequencies, attention_factor
+        As :func:`rope` takes them.
+    dtype : type
+        Of queries and cache.
+
+    Attributes
+    ----------
+    slots, requests, rows : array, int64, shape (M,)
+        Of each node in use: its place among the B · N slots, its request, and its row in that request's cache.
+    """
+
+    def __init__(
+        self, prefix_lens: Any, tree: DraftTree, frequencies: Any, attention_factor: float, dtype: Any
+    ) -> None:
+        xp = array_namespace(prefix_lens)
+        self.shape = B, N = tree.token_ids.shape
+        self.used = xp.arange(N) < tree.node_counts[:, None]
+        self.slots = xp.flatnonzero(self.used)
+        self.all_used = len(self.slots) == B * N
+        self.requests = self.slots // N
+        start = prefix_lens.astype(xp.int64)  # offsets into a cache can exceed 32 bits
+        self.rows = start[self.requests] + self.slots % N
+        angles = rope_cos_sin((start[:, None] + tree.depths).reshape(-1), frequencies, attention_factor)
+        self.cos, self.sin = (part.astype(dtype).reshape(B, N, len(frequencies)) for part in angles)
+
+    def find_pages(self, page_table: Any, page_size: int) -> None:
+        """Look up where rows lie, which must have pages."""
+        self.pages, self.page_rows = page_table[self.requests, self.rows // page_size], self.rows % page_size
+
+    def rope(self, q: Any, kv_cache: Any, queries: Any, latents: Any, keys: Any, *, gain: Any, eps: float) -> None:
+        """As the function :func:`rope`, of one layer."""
+        C, R, cos, sin = latents.shape[-1], keys.shape[-1], self.cos, self.sin
+        q[..., C:] = rotate_halves(queries[..., -R:], cos[:, :, None], sin[:, :, None])
+        rows = array_namespace(q).empty((*self.shape, C + R), q.dtype)
+        rows[..., :C] = rms_norm(latents, gain, eps=eps)
+        rows[..., C:] = rotate_halves(keys, cos, sin)
+        if not self.all_used:
+            q[~self.used, :, C:] = 0
+        rows = rows.reshape(-1, C + R)
+        kv_cache[self.pages, self.page_rows] = rows if self.all_used else rows[self.slots]
+
+
+def swiglu(x: Any, gate_up: Any, down: Any, *, gain: Any = None, eps: float = 0.0, residual: Any = None) -> Any:
     """Gated feed-forward layer (arXiv 2002.05202): ``down · (silu(gate · x) * (up · x))``.
 
     Parameters
@@ -150,15 +305,21 @@ def swiglu(x: Any, gate_up: Any, down: Any) -> Any:
         Gate's rows, then up's.
     down : array, float, shape (D, I)
         Back to the hidden size.
+    gain : array, float, shape (D,), optional
+        Normalise x first, by this gain.
+    eps : float
+        Of the norm.
+    residual : array, float, shape (M, D), optional
+        Added to the result.
 
     Returns
     -------
     array, float, shape (M, D)
     """
     inner = down.shape[1]
-    both = x @ gate_up.T
+    both = _normalised(x, gain, eps) @ gate_up.T
     gate, up = both[:, :inner], both[:, inner:]
-    return (gate * sigmoid(gate) * up) @ down.T
+    return linear(gate * sigmoid(gate) * up, down, residual=residual)
 
 
 def route_experts(
@@ -170,6 +331,7 @@ def route_experts(
     topk_group: int,
     norm_topk_prob: bool,
     routed_scaling_factor: float,
+    node_counts: Any = None,
 ) -> tuple[Any, Any]:
     """Choose experts by sigmoid scores, corrected by a bias and limited to the best groups (arXiv 2412.19437).
 
@@ -181,13 +343,16 @@ def route_experts(
         Added to the scores for the choice alone.
     num_experts_per_tok, n_group, topk_group, norm_topk_prob, routed_scaling_factor
         See :class:`ddtree.model.config.ModelConfig`. A group's score is the sum of its best two.
+    node_counts : array, int32, shape (B,), optional
+        The rows are B requests' slots, M / B of each, of which so many are in use. All are if left out.
 
     Returns
     -------
     expert_ids : array, int64, shape (M, K)
-        Best first; of equal scores the lowest index, among groups too.
+        Best first; of equal scores the lowest index, among groups too. −1 in unused slots.
     weights : array, float, shape (M, K)
-        Scores without the bias, divided by their sum if ``norm_topk_prob``, times ``routed_scaling_factor``.
+        Scores without the bias, divided by their sum if ``norm_topk_prob``, times ``routed_scaling_factor``. 0 in
+        unused slots.
     """
     xp = array_namespace(logits)
     M, E = logits.shape
@@ -203,22 +368,45 @@ def route_experts(
     weights = xp.take_along_axis(scores, expert_ids, axis=-1)
     if norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return expert_ids, weights * routed_scaling_factor
+    weights = weights * routed_scaling_factor
+    if node_counts is None or len(node_counts) == 0:
+        return expert_ids, weights
+    used = (xp.arange(M // len(node_counts)) < node_counts[:, None]).reshape(M, 1)
+    return xp.where(used, expert_ids, -1), xp.where(used, weights, 0)
 
 
-def moe_experts(x: Any, expert_ids: Any, weights: Any, gate_up: Any, down: Any) -> Any:
-    """Weighted sum of its experts' outputs for each token (arXiv 2401.06066).
+def moe_experts(
+    x: Any,
+    expert_ids: Any,
+    weights: Any,
+    gate_up: Any,
+    down: Any,
+    *,
+    gain: Any = None,
+    eps: float = 0.0,
+    residual: Any = None,
+    shared: int = 0,
+) -> Any:
+    """Weighted sum of its experts' outputs for each token (arXiv 2401.06066), and of those that all tokens share.
 
     Parameters
     ----------
     x : array, float, shape (M, D)
         Inputs.
     expert_ids : array, int, shape (M, K)
-        Experts of each token.
+        Experts of each token. A token whose ids are −1 is no token: it has no expert, the shared ones included.
     weights : array, float, shape (M, K)
         Their weights.
     gate_up, down : array, float, shapes (E, 2I, D) and (E, D, I)
         Each expert's :func:`swiglu`.
+    gain : array, float, shape (D,), optional
+        Normalise x first, by this gain.
+    eps : float
+        Of the norm.
+    residual : array, float, shape (M, D), optional
+        Added to the result.
+    shared : int
+        The last so many of the E experts are every token's, with weight 1.
 
     Returns
     -------
@@ -226,75 +414,44 @@ def moe_experts(x: Any, expert_ids: Any, weights: Any, gate_up: Any, down: Any) 
 
     Notes
     -----
-    Tokens are sorted by expert, so that an expert works once, on all of its tokens, and an idle one not at all. On a
-    GPU the host must know how many each has, so that the call waits for the device.
+    Tokens are sorted by expert, so that an expert works once, on all of its tokens, and an idle one not at all. The
+    host must know how many each has, so that a call on CuPy arrays waits for the GPU; those of
+    :mod:`ddtree.kernels.cupy` do not.
     """
     xp = array_namespace(x)
     M, K = expert_ids.shape
+    x = _normalised(x, gain, eps)
+    outputs = xp.empty((M * K, x.shape[1]), x.dtype)
+    idle = False
+    for expert, tokens, pairs in _by_expert(expert_ids):
+        # straight to where the token's k-th output belongs
+        outputs[pairs] = 0 if expert < 0 else swiglu(x[tokens], gate_up[expert], down[expert])
+        idle = idle or expert < 0
+    result = (weights[:, None, :] @ outputs.reshape(M, K, x.shape[1]))[:, 0]
+    for expert in range(len(down) - shared, len(down)):
+        of_all = swiglu(x, gate_up[expert], down[expert])
+        result += xp.where(expert_ids[:, :1] < 0, 0, of_all) if idle else of_all
+    if residual is not None:
+        result += residual
+    return result
+
+
+def _by_expert(expert_ids: Any) -> Iterator[tuple[int, Any, Any]]:
+    """Each expert that is anyone's, −1 too, with its tokens and which of the M · K pairs these are."""
+    xp = array_namespace(expert_ids)
+    M, K = expert_ids.shape
+    if M == 1:  # as in decoding one by one, where sorting would take as long as the products
+        for k, expert in enumerate(to_numpy(expert_ids)[0].tolist()):
+            yield expert, slice(0, 1), slice(k, k + 1)
+        return
     flat = expert_ids.reshape(-1)
     order = xp.argsort(flat, kind="stable")
-    ends = np.cumsum(to_numpy(xp.bincount(flat, minlength=len(down)))).tolist()
-    inputs = x[order // K]
-    outputs = xp.empty((M * K, x.shape[1]), x.dtype)
-    start = 0
-    for expert, end in enumerate(ends):
+    ends = [0, *np.cumsum(to_numpy(xp.bincount(flat + 1))).tolist()]
+    for expert, (start, end) in enumerate(itertools.pairwise(ends), -1):
         if end > start:
-            # straight to where the token's k-th output belongs
-            outputs[order[start:end]] = swiglu(inputs[start:end], gate_up[expert], down[expert])
-        start = end
-    return (weights[:, None, :] @ outputs.reshape(M, K, x.shape[1]))[:, 0]
+            pairs = order[start:end]
+            yield expert, pairs // K, pairs
 
 
-@dataclass(frozen=True)
-class LatentAttention:
-    """Multi-head latent attention (arXiv 2405.04434) around the softmax, with W_UK and W_UV absorbed.
-
-    Attributes
-    ----------
-    down : array, float, shape (Q + C + R, D)
-        Compression of the query (or, without one, the queries of all heads) and of the key, in one matrix.
-    q_norm : array, float, shape (Q,), or None
-        Gain of the compressed query's norm; None without compression.
-    q_up : array, float, shape (H · (P + R), Q), or None
-        Queries of all heads from the compressed one: P elements without position, then R rotary ones.
-    kv_norm : array, float, shape (C,)
-        Gain of the latent's norm.
-    k_up : array, float, shape (H, P, C)
-        W_UK: takes a query into the latent space.
-    v_up : array, float, shape (H, C, V)
-        W_UV: takes a latent to a head's value.
-    out : array, float, shape (D, H · V)
-        Output projection.
-    """
-
-    down: Any
-    q_norm: Any
-    q_up: Any
-    kv_norm: Any
-    k_up: Any
-    v_up: Any
-    out: Any
-
-    def project(self, x: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
-        """What attention takes: (M, H, C + R) queries and (M, C + R) cache rows of (M, D) normalised hidden states."""
-        xp = array_namespace(x)
-        H, P, C = self.k_up.shape
-        R = 2 * cos.shape[1]
-        M, Q = len(x), len(self.down) - C - R
-        compressed = x @ self.down.T
-        queries = compressed[:, :Q]
-        if self.q_up is not None:
-            queries = rms_norm(queries, self.q_norm, eps=LORA_NORM_EPS) @ self.q_up.T
-        queries = queries.reshape(M, H, P + R)
-        q = xp.empty((M, H, C + R), x.dtype)
-        q[..., :C] = (queries[..., :P].transpose(1, 0, 2) @ self.k_up).transpose(1, 0, 2)
-        q[..., C:] = rotate_halves(queries[..., P:], cos[:, None], sin[:, None])
-        rows = xp.empty((M, C + R), x.dtype)
-        rows[:, :C] = rms_norm(compressed[:, Q : Q + C], self.kv_norm, eps=LORA_NORM_EPS)
-        rows[:, C:] = rotate_halves(compressed[:, Q + C :], cos, sin)
-        return q, rows
-
-    def output(self, latents: Any) -> Any:
-        """The layer's (M, D) output from attention's (M, H, C) latents."""
-        values = latents.transpose(1, 0, 2) @ self.v_up  # (H, M, V)
-        return values.transpose(1, 0, 2).reshape(len(latents), self.out.shape[1]) @ self.out.T
+def _normalised(x: Any, gain: Any, eps: float) -> Any:
+    return x if gain is None else rms_norm(x, gain, eps=eps)

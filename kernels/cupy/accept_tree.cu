@@ -28,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) follow_choices(
     int32 num_stops, int32* scratch, int32* __restrict__ node_indices, int32* __restrict__ lengths,
     int32* __restrict__ bonus, bool* __restrict__ finished, int32 N, int32 width)
 {
+    wait_for_earlier();
     __shared__ int32 next_in_shared[MOST_IN_SHARED], choice_in_shared[MOST_IN_SHARED];
     const int64 b = blockIdx.x, first = b * N;
     const bool fits = N <= MOST_IN_SHARED;

@@ -458,8 +458,16 @@ __device__ __forceinline__ void build_small(const Trees& trees)
 #define TREES                                                                                                    \
     Trees { log_probs, token_ids, root_token_ids, tokens, parents, depths, ranks, scores, node_counts, words, L, K, N }
 
-extern "C" __global__ void __launch_bounds__(SMALL_THREADS, 1) small_64(TREES_PARAMETERS) { build_small<2>(TREES); }
-extern "C" __global__ void __launch_bounds__(SMALL_THREADS, 1) small_128(TREES_PARAMETERS) { build_small<4>(TREES); }
+extern "C" __global__ void __launch_bounds__(SMALL_THREADS, 1) small_64(TREES_PARAMETERS)
+{
+    wait_for_earlier();
+    build_small<2>(TREES);
+}
+extern "C" __global__ void __launch_bounds__(SMALL_THREADS, 1) small_128(TREES_PARAMETERS)
+{
+    wait_for_earlier();
+    build_small<4>(TREES);
+}
 DDTREE_SHARED(small_64, small_shared(64));
 DDTREE_SHARED(small_128, small_shared(128));
 
@@ -908,6 +916,7 @@ struct Growth {
 
 extern "C" __global__ void __launch_bounds__(GROW_SHARED_THREADS) grow_shared(TREES_PARAMETERS)
 {
+    wait_for_earlier();
     __shared__ uint32 sums[2][32];
     const Trees trees = TREES;
     Block block(sums);
@@ -919,6 +928,7 @@ DDTREE_SHARED(grow_shared, GROW_SHARED);
 extern "C" __global__ void __launch_bounds__(GROW_GLOBAL_THREADS, 1) grow_global(
     TREES_PARAMETERS, unsigned char* memory, int64 memory_size)
 {
+    wait_for_earlier();
     __shared__ uint32 sums[2][32];
     const Trees trees = TREES;
     Block block(sums);
@@ -929,6 +939,7 @@ extern "C" __global__ void __launch_bounds__(256) fill_visibility(
     const int32* __restrict__ parents, const int32* __restrict__ node_counts, uint32* __restrict__ words,
     int64 count, int32 N)
 {
+    wait_for_earlier();
     const int64 node = int64(blockIdx.x) * 8 + threadIdx.x / 32;
     if (node >= count) return;
     const int64 request = node / N;

@@ -594,6 +594,7 @@ __device__ __forceinline__ void sample(
     extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 4)                        \
         name(const T* logits, int32* chosen, uint32 V, int32 aligned)                                              \
     {                                                                                                              \
+        wait_for_earlier();                                                                                        \
         greedy(logits, chosen, V, aligned);                                                                        \
     }
 
@@ -602,6 +603,7 @@ __device__ __forceinline__ void sample(
         const T* logits, const int32* positions, const int64* request_ids, int32* chosen, uint32 V, int32 N,       \
         int32 aligned, double temperature, double top_p, uint32 key0, uint32 key1)                                 \
     {                                                                                                              \
+        wait_for_earlier();                                                                                        \
         sample<CUT>(logits, positions, request_ids, chosen, V, N, aligned, temperature, top_p, key0, key1);        \
     }
 

@@ -53,3 +53,12 @@ __device__ __forceinline__ bool is_greater(float x, float y)
 }
 
 __device__ __forceinline__ bool is_greater(double x, double y) { return x > y; }
+
+// The launch before this one on the stream may still run, if this one was launched early (see `launch` of program.py):
+// what it writes is there behind this. The launch after this one may begin at once, for which it has the same line. Only
+// weights are `__restrict__` in such a kernel: what an earlier launch writes must not come by read-only loads, which may
+// see what was there before.
+__device__ __forceinline__ void wait_for_earlier()
+{
+    asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+}

@@ -65,6 +65,7 @@ __device__ __forceinline__ void move_rows(
         const int32* lengths, int64 layers, int64 pages, int32 S, int64 words, int32 max_pages, int32 width,       \
         uint32 pieces)                                                                                             \
     {                                                                                                              \
+        wait_for_earlier();                                                                                        \
         move_rows(                                                                                                 \
             cache, page_table, prefix_lens, node_indices, lengths, layers, pages, S, words, max_pages, width, pieces); \
     }

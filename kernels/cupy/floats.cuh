@@ -1,4 +1,4 @@
-// What the layers share: the type that each floating type is calculated in, rounding back to it, and sums of a block.
+// What the layers share: the type that each floating type is calculated in, rounding back to it, and their functions.
 #pragma once
 
 #include "common.cuh"
@@ -25,4 +25,13 @@ __device__ __forceinline__ double silu(double x)
 {
     const double small = exp(-fabs(x));
     return x * (x < 0 ? small : 1.0) / (1.0 + small);
+}
+
+__device__ __forceinline__ float one_over_root(float x) { return rsqrtf(x); }
+__device__ __forceinline__ double one_over_root(double x) { return 1 / sqrt(x); }
+
+// What RMS normalisation multiplies a row by, from its sum of squares.
+template <typename X> __device__ __forceinline__ X scale_of(X squares, int32 width, double eps)
+{
+    return one_over_root(squares / width + X(eps));
 }

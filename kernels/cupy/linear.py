@@ -1,65 +1,169 @@
-"""Launch of ``linear.cu``."""
+"""Launches of ``linear.cu``, and what the launchers that multiply by few rows share."""
 
 from typing import Any
 
 import numpy as np
 
-from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, suffix_of
+from ddtree.kernels.cupy.cublas import MOST_FEW, matmul
+from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, multiprocessors, suffix_of
+from ddtree.kernels.cupy.rms_norm import rms_norm
 
-__all__ = ["linear", "mma_bytes", "mma_rows", "multiply", "takes_mma"]
+__all__ = ["Form", "linear", "multiply", "sum_type"]
 
-MMA_THREADS, STEP = 128, 64
-"""Of a block, and columns that it reads at a time."""
-FEW_ROWS, LEAST_STEPS = 4096, 4
-DOT_THREADS, DOT_ROWS, DOT_TOKENS = 256, 4, 8
-DOT_OUTPUTS = DOT_ROWS * DOT_THREADS // 32
-"""Of a block."""
+FMA_PARTS, MMA_PARTS = 4, 8
+"""The most warps of a block: parts of the columns."""
+LOADS, LONG_LOADS = 2, 8
+"""Of each row of W that a part has before there are more parts: so that all are under way at once; by tensor cores, of
+matrices that have LONG elements or more and compete with others for the GPU, to have more blocks resident."""
+LONG = 1 << 18
+RING_THREADS, RING_ROWS, STEP_BYTES = 128, 64, 128
+LARGE = 1 << 24
+"""Elements of a matrix whose rows alone fill a GPU, and which tensor cores take through the ring."""
+THREADS_AT_ONCE = 512
+"""A multiprocessor's, with what registers a thread by tensor cores needs."""
 
 
-def linear(x: Any, weight: Any) -> Any:
-    """``x Wᵀ`` of few rows x (M, D), by a weight (O, D), with sums in float32 (of float64, in float64).
+def linear(x: Any, weight: Any, *, gain: Any = None, eps: float = 0.0, residual: Any = None, dtype: Any = None) -> Any:
+    """``x Wᵀ`` of rows x (M, D), by a weight (O, D). See :func:`ddtree.model.layers.linear`.
 
-    Rows of x may lie apart: a part of the columns of a wider array is read where it is. A row's result has the same
-    bits whatever else is in the batch.
+    Sums are float32 (of float64, float64), and so is the scale of the norm; of float16 and bfloat16, the product of x
+    and ``gain`` is rounded to their type before it is multiplied. Beside bfloat16 x the weight may be float32. Up to
+    128 rows a row's result has the same bits whatever else is in the batch; more are cuBLAS's, which must have been
+    called once before a capture.
     """
-    return multiply("linear", x, weight, len(weight))
+    dtype = x.dtype if dtype is None else np.dtype(dtype)
+    if len(x) > MOST_FEW:
+        return _many(x, weight, gain, eps, residual, dtype)
+    return multiply("linear", x[:, None], weight[None], gain=gain, eps=eps, residual=residual, dtype=dtype)[:, 0]
 
 
-def multiply(name: str, x: Any, weight: Any, outputs: int) -> Any:
-    """Run a product of ``linear.cu``: ``linear``, or ``gated`` of twice ``outputs`` rows of W."""
-    M, D = x.shape
-    if M and D and x.strides[1] != x.dtype.itemsize:
-        x = contiguous(x)
-    weight = contiguous(weight)
-    stride = x.strides[0] // x.dtype.itemsize if M > 1 else D
-    y = empty((M, outputs), x.dtype)
-    rows = 2 if name == "gated" else 1  # of W, an output
-    if D > 0 and takes_mma(x, weight) and stride % 8 == 0:
-        tokens = next((size for size in (8, 16, 32) if size >= M), 72)
-        grid = blocks_for(M, tokens), blocks_for(outputs * rows, mma_rows(tokens))
-        # A cluster of 8 where 4 would leave multiprocessors with little under way, if there are columns enough. The
-        # number of tokens has no say, so that a row's sum has the same bits whatever else is in the batch.
-        split = 8 if outputs * rows < FEW_ROWS and D >= 8 * LEAST_STEPS * STEP else 4
-        grid = split * grid[0], grid[1]
-        kernel, block, shared = f"{name}_{tokens}_by_{split}_{suffix_of(x)}", MMA_THREADS, mma_bytes(tokens)
-    else:
-        grid = blocks_for(M, DOT_TOKENS), blocks_for(outputs * rows, DOT_OUTPUTS)
-        kernel, block, shared = f"{name}_{suffix_of(x)}", DOT_THREADS, 0
-    sizes = (*(np.int32(n) for n in (M, D, outputs)), np.int64(stride))
-    launch("linear", kernel, grid, block, x, weight, y, *sizes, shared=shared)
+def _many(x: Any, weight: Any, gain: Any, eps: float, residual: Any, dtype: Any) -> Any:
+    if weight.dtype != x.dtype:
+        x = x.astype(weight.dtype)
+    if gain is not None:
+        x = rms_norm(x, gain, eps=eps)
+    y = empty((len(x), len(weight)), dtype)
+    if residual is not None:
+        y[...] = residual
+    matmul(x[:, None], weight[None], y[:, None], add=residual is not None)
     return y
 
 
-def takes_mma(*arrays: Any) -> bool:
-    """Whether tensor cores take these arrays: f16 or bf16, in rows of whole chunks of 16 bytes at aligned addresses."""
-    return all(a.dtype.itemsize == 2 and a.shape[-1] % 8 == 0 and a.data.ptr % 16 == 0 for a in arrays)
+class Form:
+    """How a weight's type, width and address are multiplied with few rows: what decides which sums have which bits.
+
+    Attributes
+    ----------
+    suffix : str
+        What kernels of these types end in.
+    sizes : tuple of (int, int)
+        Tokens of the tiles that there are, and rows of W that a block has beside them.
+    threads : int
+        Of a block: a warp a part of the columns.
+    by_mma : bool
+        Whether tensor cores multiply; else fused multiplications and additions do.
+    by_ring : bool
+        Whether they do so through a ring in shared memory, which takes no gain.
+    any : bool
+        Whether elements are loaded one by one, since 16 bytes are not aligned.
+    """
+
+    def __init__(self, x: Any, weight: Any, *, gated: bool = False, by_ring: bool = False, long: bool = False) -> None:
+        D, size = weight.shape[-1], weight.dtype.itemsize
+        mixed = x.dtype != weight.dtype
+        if mixed and (str(x.dtype), str(weight.dtype)) != ("bfloat16", "float32"):
+            raise TypeError(f"weight must be {x.dtype} like x, or float32 beside bfloat16, got {weight.dtype}")
+        self.suffix = f"{suffix_of(x)}_f32" if mixed else suffix_of(x)
+        self.any = D == 0 or D * size % 16 != 0 or weight.data.ptr % 16 != 0
+        self.by_mma = size == 2 and not self.any
+        self.columns = 1 if self.any else 16 // size
+        if self.by_mma:
+            self.sizes: tuple[tuple[int, int], ...] = ((8, 16), (32, 16))
+            most, loads = MMA_PARTS, blocks_for(D, 32)
+        else:
+            few = ((1, 8 if gated else 4), (2, 4), (4, 4))
+            self.sizes = ((8, 4),) if self.any else (*few, (8, 8 if self.suffix == "f32" else 4))
+            most, loads = FMA_PARTS, blocks_for(D, 32 * self.columns)
+        parts = blocks_for(loads, LONG_LOADS if self.by_mma and long else LOADS)
+        self.threads = 32 * min(most, 1 << max(parts - 1, 0).bit_length())
+        self.by_ring = self.by_mma and by_ring
+        if self.by_ring:
+            self.sizes = tuple((tokens, RING_ROWS) for tokens in (8, 32, 72))
+            self.threads = RING_THREADS
+
+    def tile(self, tokens: int) -> tuple[int, int]:
+        """The tile for so many tokens, or the largest: its tokens, and the rows of W beside them."""
+        return next((tile for tile in self.sizes if tile[0] >= tokens), self.sizes[-1])
+
+    def shared(self, tile: tuple[int, int]) -> int:
+        """Bytes of dynamic shared memory that a block takes."""
+        if self.by_ring:
+            return (3 if tile[0] > 32 else 4) * (tile[0] + tile[1]) * STEP_BYTES
+        return self.threads // 32 * tile[0] * (tile[1] + 4) * 4 if self.by_mma else 0
+
+    def name(self, kind: str, tile: tuple[int, int]) -> str:
+        """Of a kernel."""
+        size = "any" if self.any else f"ring_{tile[0]}" if self.by_ring else tile[0]
+        return f"{kind}_{size}_{self.suffix}"
+
+    def gain(self, gain: Any, dtype: Any) -> Any:
+        """A gain as the kernels read it, or, without one, a null pointer."""
+        if gain is None:
+            return np.uintp(0)
+        gain = contiguous(gain, dtype)
+        return gain if self.takes(gain) else gain.copy()
+
+    def takes(self, array: Any) -> bool:
+        """Whether the rows of x, or a gain, lie as its loads need them."""
+        size = array.dtype.itemsize
+        if array.size and array.strides[-1] != size:
+            return False
+        across = (s for s, n in zip(array.strides[:-1], array.shape[:-1], strict=True) if n > 1)
+        return all(n % (self.columns * size) == 0 for n in (array.data.ptr, *across))
 
 
-def mma_rows(tokens: int) -> int:
-    """Rows of W that a block has beside a tile of ``tokens``."""
-    return 128 if tokens > 32 else 64
+def multiply(
+    kind: str,
+    x: Any,
+    weight: Any,
+    *,
+    gain: Any = None,
+    eps: float = 0.0,
+    residual: Any = None,
+    dtype: Any = None,
+    out: Any = None,
+) -> Any:
+    """Run a product of ``linear.cu`` on few rows: ``linear``, or ``gated`` of gate's and up's rows of W.
+
+    x is (M, H, D), ``weight`` (H, O or 2 O, D), the result (M, H, O): ``out`` or a new array. A ``residual`` is (M, O),
+    with H = 1.
+    """
+    (M, H, D), rows = x.shape, weight.shape[1]
+    outputs = rows // 2 if kind == "gated" else rows
+    weight = contiguous(weight)
+    form = Form(x, weight, gated=kind == "gated", by_ring=H == 1 and weight.size >= LARGE)
+    if form.by_ring and gain is not None:
+        x, gain = rms_norm(x, gain, eps=eps), None
+    if not form.takes(x):
+        x = contiguous(x)
+    y = empty((M, H, outputs), x.dtype if dtype is None else dtype) if out is None else out
+    tile = form.tile(M)
+    if form.by_mma and not form.by_ring:
+        # many blocks of few tokens rather than few of many, if all can be resident
+        few = form.sizes[0]
+        blocks = blocks_for(M, few[0]) * blocks_for(rows, few[1]) * H
+        tile = few if blocks * form.threads <= THREADS_AT_ONCE * multiprocessors() else tile
+    behind = np.uintp(0) if residual is None else contiguous(residual, y.dtype)
+    strides = (np.int64(n // a.dtype.itemsize) for a in (x, y) for n in a.strides[:2])
+    launch(
+        *("linear", form.name(kind, tile), (blocks_for(M, tile[0]) * blocks_for(rows, tile[1]), H), form.threads),
+        *(x, weight, form.gain(gain, x.dtype), behind, y, *(np.int32(n) for n in (M, D, outputs)), *strides),
+        *(np.float64(eps), np.int32(y.dtype != x.dtype)),
+        shared=form.shared(tile),
+    )
+    return y
 
 
-def mma_bytes(tokens: int) -> int:
-    """Shared memory of a block with a tile of ``tokens``: a ring of stages, each of 128 bytes a row of W and of x."""
-    return (3 if tokens > 32 else 4) * (mma_rows(tokens) + tokens) * 128
+def sum_type(dtype: Any) -> Any:
+    """The type that products of arrays of ``dtype`` are added up in."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)

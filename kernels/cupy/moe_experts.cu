@@ -1,97 +1,94 @@
-// The routed experts of a few tokens: for each the weighted sum of its experts' gated layers.
+// The routed and shared experts of some tokens: for each the weighted sum of its experts' gated layers.
 //
-// Four launches. `plan` groups the M * K pairs of token and expert by expert, in tiles of at most `tile_tokens` pairs
-// of one expert, so that an expert's weights are read once for all of its tokens and idle experts not at all; grids of
-// the next two have room for the most tiles that there can be, and blocks without one end. `gated` and `down` are the
-// products (see skinny.cuh), a pair a row; `combine` adds up each token's pairs in the order of its experts, whatever
-// the order that they were grouped in.
+// Three launches: `gated` and `down` are the products (see skinny.cuh), and `combine` adds up each token's pairs of
+// token and expert in their order.
+//
+// Blocks find their work themselves. Grid x is a place for each expert that can have work: where there are fewer pairs
+// than experts, one for each pair, which is its expert's if no pair before it has the same. Shared experts follow, with
+// all tokens that are not padding. A block looks through the ids for the pairs of its expert, a tile at a time, and
+// reads the expert's weights once for them; idle experts are not read at all.
+//
+// Version 1 made a plan of tiles in a launch of its own.
 //
 //   x           (M, D)
-//   expert_ids  int32 (M, K)
-//   weights     (M, K)
-//   gate_up     (E, 2 I, D)    gate's rows, then up's
+//   expert_ids  int32 (M, K)   -1 is no expert; a token whose first one is -1 is padding, and the shared are not its
+//   weights     (M, K), of the type of sums; a shared expert's is 1
+//   gain        (D), with which x is RMS-normalised; or null
+//   gate_up     (E, 2 I, D)    gate's rows, then up's; the last `shared` experts are every token's
 //   down        (E, D, I)
-//   pairs       int32 (M K)    pairs m * K + k, by expert
-//   tiles       int32 (T, 3)   expert, first of `pairs`, how many: 0 where there is no tile
-//   hidden      (M K, I)       by place in `pairs`
-//   outputs     (M K, D)       by pair, float32 (of float64, float64)
+//   hidden      (M (K + shared), I)   by pair
+//   outputs     (M (K + shared), D)   by pair, of the type of sums
+//   residual    (M, D), added before y is rounded; or null
 //   y           (M, D)         written in full
 #include "skinny.cuh"
 
-constexpr int32 PLAN_THREADS = 1024, MOST_EXPERTS = 4096;  // `moe_experts.py` says it too
 constexpr int32 COMBINE_THREADS = 256;
 
-// The sums of `x` over the threads before this one; and of all, in `total`.
-__device__ __forceinline__ int32 sum_before(int32 x, int32* warp_sums, int32& total)
-{
-    const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int32 upto = x;
-#pragma unroll
-    for (int32 step = 1; step < 32; step *= 2) {
-        const int32 before = __shfl_up_sync(ALL_LANES, upto, step);
-        if (lane >= step) upto += before;
-    }
-    // All threads are through with the sums of the last call.
-    __syncthreads();
-    if (lane == 31) warp_sums[warp] = upto;
-    // Each warp's sum, to all threads.
-    __syncthreads();
-    int32 before = 0;
-    total = 0;
-#pragma unroll 1
-    for (int32 w = 0; w < PLAN_THREADS / 32; ++w) {
-        if (w < warp) before += warp_sums[w];
-        total += warp_sums[w];
-    }
-    return before + upto - x;
-}
+struct Experts {
+    const int32* ids;
+    int32 M, K, routed, shared;
 
-extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan(
-    const int32* __restrict__ expert_ids, int32* __restrict__ pairs, int32* __restrict__ tiles, int32 num_pairs,
-    int32 E, int32 tile_tokens, int32 num_tiles)
-{
-    __shared__ int32 counts[MOST_EXPERTS], places[MOST_EXPERTS], warp_sums[PLAN_THREADS / 32];
-    for (int32 e = threadIdx.x; e < E; e += PLAN_THREADS) counts[e] = 0;
-    // Cleared counts, to all threads.
-    __syncthreads();
-    for (int32 p = threadIdx.x; p < num_pairs; p += PLAN_THREADS) atomicAdd(&counts[expert_ids[p]], 1);
-    // How many pairs each expert has, to all threads.
-    __syncthreads();
-    int32 first_pair = 0, first_tile = 0;
-    for (int32 start = 0; start < E; start += PLAN_THREADS) {
-        const int32 e = start + threadIdx.x, count = e < E ? counts[e] : 0;
-        const int32 own_tiles = (count + tile_tokens - 1) / tile_tokens;
-        int32 more_pairs, more_tiles;
-        const int32 pair = first_pair + sum_before(count, warp_sums, more_pairs);
-        const int32 tile = first_tile + sum_before(own_tiles, warp_sums, more_tiles);
-        if (e < E) places[e] = pair;
-        for (int32 i = 0; i < own_tiles; ++i) {
-            tiles[3 * (tile + i)] = e;
-            tiles[3 * (tile + i) + 1] = pair + i * tile_tokens;
-            tiles[3 * (tile + i) + 2] = min(tile_tokens, count - i * tile_tokens);
+    __device__ int32 a_token() const { return K + shared; }  // pairs
+
+    // The expert of a place of the grid, or -1: to all threads, each of which must call this. Of a shared expert there
+    // is a place for each tile, whose candidates are some tokens; a routed one's are all pairs.
+    __device__ int32 at(int32 place, int32 tile_tokens, int32& candidate, int32& end) const
+    {
+        const int32 pairs = M * K, places = min(pairs, routed);
+        candidate = 0;
+        end = pairs;
+        if (place >= places) {
+            const int32 tiles = (M + tile_tokens - 1) / tile_tokens;
+            candidate = (place - places) % tiles * tile_tokens;
+            end = min(candidate + tile_tokens, M);
+            return routed + (place - places) / tiles;
         }
-        first_pair += more_pairs;
-        first_tile += more_tiles;
+        if (pairs >= routed) return place;
+        const int32 expert = ids[place];
+        bool before = false;
+        for (int32 i = threadIdx.x; i < place; i += blockDim.x) before |= ids[i] == expert;
+        // Whether another place has this expert, to all threads.
+        const bool taken = __syncthreads_or(before);
+        return taken || expert < 0 || expert >= routed ? -1 : expert;
     }
-    for (int32 tile = first_tile + threadIdx.x; tile < num_tiles; tile += PLAN_THREADS) tiles[3 * tile + 2] = 0;
-    // Where each expert's pairs begin, to all threads.
-    __syncthreads();
-    for (int32 p = threadIdx.x; p < num_pairs; p += PLAN_THREADS) pairs[atomicAdd(&places[expert_ids[p]], 1)] = p;
-}
+
+    // Adds an expert's pairs among the next blockDim.x candidates to the `count` that have been found, in order.
+    __device__ int32 find_pairs(int32 expert, int32 candidate, int32 end, int32 count, int32* found) const
+    {
+        __shared__ int32 of_warps[MMA_PARTS];
+        const bool is_routed = expert < routed;
+        const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, i = candidate + threadIdx.x;
+        const bool is_own = i < end && (is_routed ? ids[i] == expert : ids[int64(i) * K] >= 0);
+        const uint32 own = __ballot_sync(ALL_LANES, is_own);
+        if (lane == 0) of_warps[warp] = __popc(own);
+        // Each warp's count, to all threads.
+        __syncthreads();
+        int32 place = count + __popc(own & ((1u << lane) - 1));
+        for (int32 w = 0; w < blockDim.x / 32; ++w) {
+            if (w < warp) place += of_warps[w];
+            count += of_warps[w];
+        }
+        if (is_own) found[place] = is_routed ? i / K * a_token() + i % K : i * a_token() + K + expert - routed;
+        // The counts are read, and the pairs found, of all threads.
+        __syncthreads();
+        return count;
+    }
+};
 
 template <typename T> struct StoreHidden {
-    T* hidden;  // of the tile's first pair
+    T* hidden;
+    const int32* pairs;
     int32 width;
 
     __device__ void operator()(int32 token, int32 output, Wide<T> gate, Wide<T> up) const
     {
-        hidden[int64(token) * width + output] = rounded<T>(silu(gate) * up);
+        hidden[int64(pairs[token]) * width + output] = rounded<T>(silu(gate) * up);
     }
 };
 
 template <typename T> struct StoreOutput {
     Wide<T>* outputs;
-    const int32* pairs;  // from the tile's first one on
+    const int32* pairs;
     int32 width;
 
     __device__ void operator()(int32 token, int32 output, Wide<T> sum, Wide<T>) const
@@ -100,97 +97,137 @@ template <typename T> struct StoreOutput {
     }
 };
 
-// A tile of TOKENS pairs by tensor cores; of 0, of DOT_TOKENS by lanes.
-template <int32 TOKENS, typename T>
-__device__ __forceinline__ void gated_tile(
-    const T* __restrict__ x, const T* __restrict__ gate_up, const int32* __restrict__ pairs,
-    const int32* __restrict__ tiles, T* __restrict__ hidden, int32 K, int32 D, int32 I)
+// A tile of some pairs by the smallest form that holds them. N columns a load; of 0, by tensor cores.
+template <int32 TOKENS, int32 ROWS, int32 N, bool PAIRED, typename T, typename Input, typename Store>
+__device__ __forceinline__ void multiply(
+    const T* weights, const T* gain, double eps, int32 outputs, int32 width, int32 tokens, int32 block, Input input,
+    Store store)
 {
-    const int32 expert = tiles[3 * blockIdx.x], first = tiles[3 * blockIdx.x + 1], count = tiles[3 * blockIdx.x + 2];
-    if (count == 0) return;
-    const T* weights = gate_up + int64(expert) * 2 * I * D;
-    const auto input = [&](int32 t) { return x + int64(pairs[first + t] / K) * D; };
-    const StoreHidden<T> store{hidden + int64(first) * I, I};
-    if constexpr (TOKENS > 0)
-        multiply_by_mma<TOKENS, 1, true>(weights, I, D, count, blockIdx.y, input, store);
-    else
-        multiply_by_lanes<true>(weights, I, D, count, blockIdx.y, input, store);
+    if constexpr (N == 0) {
+        multiply_by_mma<TOKENS, ROWS, PAIRED>(weights, gain, eps, outputs, width, tokens, block, input, store);
+    } else if constexpr (TOKENS == 1) {
+        multiply_by_fma<1, ROWS, N, PAIRED>(weights, gain, eps, outputs, width, tokens, block, input, store);
+    } else {
+        if (tokens <= TOKENS / 2)
+            multiply<TOKENS / 2, ROWS, N, PAIRED>(weights, gain, eps, outputs, width, tokens, block, input, store);
+        else
+            multiply_by_fma<TOKENS, ROWS, N, PAIRED>(weights, gain, eps, outputs, width, tokens, block, input, store);
+    }
 }
 
-template <int32 TOKENS, typename T>
-__device__ __forceinline__ void down_tile(
-    const T* __restrict__ hidden, const T* __restrict__ down, const int32* __restrict__ pairs,
-    const int32* __restrict__ tiles, Wide<T>* __restrict__ outputs, int32 D, int32 I)
+// The tiles of one place of the grid (see `Experts`), and an output block of each. GATED: from x to hidden; else from
+// hidden to outputs.
+template <int32 TOKENS, int32 ROWS, int32 N, bool GATED, typename T, typename Result>
+__device__ __forceinline__ void expert_block(
+    const Experts& experts, const T* x, const T* __restrict__ matrices, const T* __restrict__ gain,
+    Result* __restrict__ result, double eps, int32 D, int32 I)
 {
-    const int32 expert = tiles[3 * blockIdx.x], first = tiles[3 * blockIdx.x + 1], count = tiles[3 * blockIdx.x + 2];
-    if (count == 0) return;
-    const T* weights = down + int64(expert) * D * I;
-    const auto input = [&](int32 t) { return hidden + int64(first + t) * I; };
-    const StoreOutput<T> store{outputs, pairs + first, D};
-    if constexpr (TOKENS > 0)
-        multiply_by_mma<TOKENS, 1, false>(weights, D, I, count, blockIdx.y, input, store);
-    else
-        multiply_by_lanes<false>(weights, D, I, count, blockIdx.y, input, store);
+    __shared__ int32 pairs[TOKENS + 32 * (N > 0 ? FMA_PARTS : MMA_PARTS)];
+    wait_for_earlier();
+    int32 candidate, end, count = 0;
+    const int32 expert = experts.at(blockIdx.x, TOKENS, candidate, end);
+    if (expert < 0) return;
+    const int32 outputs = GATED ? I : D, width = GATED ? D : I;
+    const T* weights = matrices + int64(expert) * (GATED ? 2 : 1) * I * D;
+    const auto input = [&](int32 t) { return x + int64(GATED ? pairs[t] / experts.a_token() : pairs[t]) * width; };
+    while (true) {
+        for (; count < TOKENS && candidate < end; candidate += blockDim.x)
+            count = experts.find_pairs(expert, candidate, end, count, pairs);
+        if (count == 0) return;
+        const int32 tokens = min(count, TOKENS);
+        if constexpr (GATED)
+            multiply<TOKENS, ROWS, N, true>(
+                weights, gain, eps, outputs, width, tokens, blockIdx.y, input, StoreHidden<T>{result, pairs, I});
+        else
+            multiply<TOKENS, ROWS, N, false>(
+                weights, gain, eps, outputs, width, tokens, blockIdx.y, input, StoreOutput<T>{result, pairs, D});
+        if (candidate >= end && count == tokens) return;
+        // All threads are through with this tile's pairs and sums.
+        __syncthreads();
+        count -= tokens;
+        const int32 left = threadIdx.x < count ? pairs[tokens + threadIdx.x] : 0;
+        // The pairs that are left are read, before they move to the front.
+        __syncthreads();
+        if (threadIdx.x < count) pairs[threadIdx.x] = left;
+        // They are there, to all threads.
+        __syncthreads();
+    }
 }
 
 template <typename T>
 __device__ __forceinline__ void combine(
-    const Wide<T>* __restrict__ outputs, const T* __restrict__ weights, T* __restrict__ y, int32 K, int32 D)
+    const Experts& experts, const Wide<T>* outputs, const Wide<T>* weights, const T* residual, T* y, int32 D)
 {
+    wait_for_earlier();
     const int32 d = blockIdx.y * COMBINE_THREADS + threadIdx.x;
     if (d >= D) return;
-    const int64 m = blockIdx.x;
+    const int64 m = blockIdx.x, K = experts.K;
+    const bool is_real = experts.ids[m * K] >= 0;
+    const Wide<T>* own = outputs + m * experts.a_token() * D + d;
     Wide<T> sum = 0;
 #pragma unroll 8
-    for (int32 k = 0; k < K; ++k) sum += load(weights + m * K + k) * outputs[(m * K + k) * D + d];
+    for (int32 k = 0; k < K; ++k)
+        if (experts.ids[m * K + k] >= 0) sum += weights[m * K + k] * own[k * int64(D)];
+    for (int32 s = 0; is_real && s < experts.shared; ++s) sum += own[(K + s) * int64(D)];
+    if (residual) sum += load(residual + m * D + d);
     y[m * D + d] = rounded<T>(sum);
 }
 
-#define GATED(name, T, THREADS, TOKENS)                                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                          \
-        name(const T* x, const T* gate_up, const int32* pairs, const int32* tiles, T* hidden, int32 K, int32 D,    \
-             int32 I)                                                                                              \
-    {                                                                                                              \
-        gated_tile<TOKENS>(x, gate_up, pairs, tiles, hidden, K, D, I);                                             \
+#define GATED(name, T, THREADS, BLOCKS, TOKENS, ROWS, N)                                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
+        name(const int32* ids, const T* x, const T* gate_up, const T* gain, T* hidden, double eps, int32 M, int32 K,   \
+             int32 routed, int32 shared, int32 D, int32 I)                                                             \
+    {                                                                                                                  \
+        const Experts experts{ids, M, K, routed, shared};                                                              \
+        expert_block<TOKENS, ROWS, N, true>(experts, x, gate_up, gain, hidden, eps, D, I);                             \
     }
 
-#define DOWN(name, T, THREADS, TOKENS)                                                                             \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                          \
-        name(const T* hidden, const T* down, const int32* pairs, const int32* tiles, Wide<T>* outputs, int32 D,    \
-             int32 I)                                                                                              \
-    {                                                                                                              \
-        down_tile<TOKENS>(hidden, down, pairs, tiles, outputs, D, I);                                              \
+#define DOWN(name, T, THREADS, BLOCKS, TOKENS, ROWS, N)                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
+        name(const int32* ids, const T* hidden, const T* down, Wide<T>* outputs, int32 M, int32 K, int32 routed,       \
+             int32 shared, int32 D, int32 I)                                                                           \
+    {                                                                                                                  \
+        const Experts experts{ids, M, K, routed, shared};                                                              \
+        expert_block<TOKENS, ROWS, N, false>(experts, hidden, down, static_cast<const T*>(nullptr), outputs, 0, D, I); \
     }
 
-#define COMBINE(name, T)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)                                                  \
-        name(const Wide<T>* outputs, const T* weights, T* y, int32 K, int32 D)                                     \
-    {                                                                                                              \
-        combine<T>(outputs, weights, y, K, D);                                                                     \
+#define COMBINE(name, T)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)                                                      \
+        name(const int32* ids, const Wide<T>* outputs, const Wide<T>* weights, const T* residual, T* y, int32 M,       \
+             int32 K, int32 routed, int32 shared, int32 D)                                                             \
+    {                                                                                                                  \
+        combine<T>(Experts{ids, M, K, routed, shared}, outputs, weights, residual, y, D);                              \
     }
 
-#define BY_LANES(suffix, T)                                                                                        \
-    GATED(gated_##suffix, T, DOT_THREADS, 0)                                                                       \
-    DOWN(down_##suffix, T, DOT_THREADS, 0)                                                                         \
-    COMBINE(combine_##suffix, T)
+#define BY_FMA(suffix, T, BLOCKS, TOKENS, ROWS, N)                                                                     \
+    GATED(gated_##suffix, T, 32 * FMA_PARTS, BLOCKS, TOKENS, ROWS, N)                                                  \
+    DOWN(down_##suffix, T, 32 * FMA_PARTS, BLOCKS, TOKENS, ROWS, N)
 
-BY_LANES(f16, __half)
-BY_LANES(bf16, __nv_bfloat16)
-BY_LANES(f32, float)
-BY_LANES(f64, double)
-DDTREE_SHARED(gated_16_f16, mma_bytes(16));
-GATED(gated_16_f16, __half, MMA_THREADS, 16)
-DDTREE_SHARED(gated_16_bf16, mma_bytes(16));
-GATED(gated_16_bf16, __nv_bfloat16, MMA_THREADS, 16)
-DDTREE_SHARED(gated_48_f16, mma_bytes(48));
-GATED(gated_48_f16, __half, MMA_THREADS, 48)
-DDTREE_SHARED(gated_48_bf16, mma_bytes(48));
-GATED(gated_48_bf16, __nv_bfloat16, MMA_THREADS, 48)
-DDTREE_SHARED(down_16_f16, mma_bytes(16));
-DOWN(down_16_f16, __half, MMA_THREADS, 16)
-DDTREE_SHARED(down_16_bf16, mma_bytes(16));
-DOWN(down_16_bf16, __nv_bfloat16, MMA_THREADS, 16)
-DDTREE_SHARED(down_48_f16, mma_bytes(48));
-DOWN(down_48_f16, __half, MMA_THREADS, 48)
-DDTREE_SHARED(down_48_bf16, mma_bytes(48));
-DOWN(down_48_bf16, __nv_bfloat16, MMA_THREADS, 48)
+BY_FMA(any_f16, __half, 3, 4, 4, 1)
+BY_FMA(any_bf16, __nv_bfloat16, 3, 4, 4, 1)
+BY_FMA(any_f32, float, 3, 4, 4, 1)
+BY_FMA(any_f64, double, 3, 4, 4, 1)
+BY_FMA(1_f32, float, 5, 1, 8, 4)
+BY_FMA(4_f32, float, 3, 4, 8, 4)
+BY_FMA(4_f64, double, 3, 4, 4, 2)
+COMBINE(combine_f16, __half)
+COMBINE(combine_bf16, __nv_bfloat16)
+COMBINE(combine_f32, float)
+COMBINE(combine_f64, double)
+
+#define BY_MMA(suffix, T)                                                                                              \
+    GATED(gated_8_##suffix, T, 32 * MMA_PARTS, 2, 8, 16, 0)                                                            \
+    GATED(gated_32_##suffix, T, 32 * MMA_PARTS, 2, 32, 16, 0)                                                          \
+    DOWN(down_8_##suffix, T, 32 * MMA_PARTS, 2, 8, 16, 0)                                                              \
+    DOWN(down_32_##suffix, T, 32 * MMA_PARTS, 2, 32, 16, 0)
+
+DDTREE_SHARED(gated_8_f16, mma_bytes(8, 16));
+DDTREE_SHARED(gated_32_f16, mma_bytes(32, 16));
+DDTREE_SHARED(down_8_f16, mma_bytes(8, 16));
+DDTREE_SHARED(down_32_f16, mma_bytes(32, 16));
+BY_MMA(f16, __half)
+DDTREE_SHARED(gated_8_bf16, mma_bytes(8, 16));
+DDTREE_SHARED(gated_32_bf16, mma_bytes(32, 16));
+DDTREE_SHARED(down_8_bf16, mma_bytes(8, 16));
+DDTREE_SHARED(down_32_bf16, mma_bytes(32, 16));
+BY_MMA(bf16, __nv_bfloat16)

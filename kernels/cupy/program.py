@@ -5,11 +5,14 @@ that takes dynamic shared memory states the most that it takes by ``DDTREE_SHARE
 launcher and the compile gate of the tests both read. Nothing in this module needs CuPy until a kernel is launched.
 """
 
+import ctypes
 import functools
 import importlib
 import importlib.resources
 import re
+import struct
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -35,15 +38,20 @@ ADDED_BY_CUPY = ("-ftz=true",)
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "accept_tree": (),
+    "append_context": (),
+    "block_attention": (),
     "build_tree": (),
     "choose_tokens": ("--fmad=false",),
+    "commit_round": (),
     "compact_cache": (),
     "compact_layers": (),
     "copy_rows": (),
     "emitted_tokens": (),
-    "find_draft_fault": (),
+    "guard_draft": (),
     "linear": (),
     "moe_experts": (),
+    "ngram_draft": ("--fmad=false",),
+    "oracle_draft": (),
     "rms_norm": (),
     "rope": (),
     "route_experts": (),
@@ -117,13 +125,91 @@ def launch(
 ) -> None:
     """Run a kernel on CuPy's current stream; on an empty grid, do nothing.
 
+    It may begin while the launch before it still runs, and waits for that one's end where its source says
+    ``wait_for_earlier`` (see ``common.cuh``), before it touches memory: what comes before that costs no time.
+
     Scalars are NumPy's, of the parameter's type; arrays are CuPy's and C-contiguous. ``shared`` is the dynamic shared
     memory in bytes, at most what the source states.
     """
     grid = (grid,) if isinstance(grid, int) else grid
     block = (block,) if isinstance(block, int) else block
-    if 0 not in grid:
-        kernel(program, name)(grid, block, arguments, shared_mem=shared)
+    if 0 in grid:
+        return
+    _launch(kernel(program, name), grid, block, arguments, shared)
+
+
+class _Attribute(ctypes.Structure):
+    """A ``CUlaunchAttribute``: an id, and 64 bytes for its value at the 8th."""
+
+    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_more", ctypes.c_int * 15))
+
+
+class _Configuration(ctypes.Structure):
+    """A ``CUlaunchConfig``."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+MOST_ARGUMENTS = 64
+FORMATS: dict[type, str] = {
+    np.int32: "i4x",
+    np.uint32: "I4x",
+    np.int64: "q",
+    np.uint64: "Q",
+    np.float32: "f4x",
+    np.float64: "d",
+}
+"""Of scalars as :mod:`struct` has them, 8 bytes each."""
+
+
+class _Room(threading.local):
+    """What a launch is described in, made once a thread: eight bytes an argument, and where each of them is."""
+
+    def __init__(self) -> None:
+        self.values = (ctypes.c_uint64 * MOST_ARGUMENTS)()
+        first = ctypes.addressof(self.values)
+        self.pointers = (ctypes.c_void_p * MOST_ARGUMENTS)(*(first + 8 * i for i in range(MOST_ARGUMENTS)))
+        self.attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        self.launch = _Configuration(attributes=ctypes.pointer(self.attribute), count=1)
+
+
+_room = _Room()
+
+
+def _launch(
+    function: Any, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...], shared: int
+) -> None:
+    """Run a kernel by the driver's call that lets it begin before the one before has ended, which CuPy has not."""
+    launch = _room.launch
+    launch.grid[:], launch.block[:] = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
+    launch.shared, launch.stream = shared, _cupy().cuda.get_current_stream().ptr
+    values = [a if isinstance(a, np.generic) else a.data.ptr for a in arguments]
+    _packer(tuple(map(type, values))).pack_into(_room.values, 0, *values)
+    status = _driver().cuLaunchKernelEx(
+        ctypes.byref(launch), ctypes.c_void_p(function.kernel.ptr), _room.pointers, None
+    )
+    if status != 0:
+        raise RuntimeError(f"cuLaunchKernelEx failed with status {status}: grid {grid}, block {block}, shared {shared}")
+
+
+@functools.cache
+def _packer(types: tuple[type, ...]) -> struct.Struct:
+    """What writes arguments of these types, pointers among them as integers, to where a launch reads them."""
+    formats: dict[type, str] = {int: "Q", **FORMATS}
+    return struct.Struct("=" + "".join(formats[t] for t in types))
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def blocks_for(count: int, block: int) -> int:
@@ -148,12 +234,19 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def contiguous(array: Any, dtype: Any = None) -> Any:
     """Return ``array`` in C order and of ``dtype``: the same memory where it is so already."""
+    if array.flags.c_contiguous and (dtype is None or array.dtype == dtype):
+        return array
     return _cupy().ascontiguousarray(array, dtype)
 
 
 def suffix_of(array: Any) -> str:
     """What the names of kernels for arrays of this floating type end in: f16, bf16, f32 or f64."""
-    return SUFFIXES[str(array.dtype)]
+    return _suffix(array.dtype)
+
+
+@functools.cache
+def _suffix(dtype: Any) -> str:
+    return SUFFIXES[str(dtype)]
 
 
 def _cupy() -> Any:

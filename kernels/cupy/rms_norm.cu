@@ -12,11 +12,8 @@
 constexpr int32 THREADS = 256;
 constexpr int32 MOST_CHUNKS = 4;  // of 16 bytes a thread; `rms_norm.py` says it too
 
-__device__ __forceinline__ float root(float x) { return sqrtf(x); }
-__device__ __forceinline__ double root(double x) { return sqrt(x); }
-
 // The scale of a row from each thread's sum of squares.
-template <typename X> __device__ __forceinline__ X scale_of(X sum, int32 D, double eps)
+template <typename X> __device__ __forceinline__ X scale_of_row(X sum, int32 D, double eps)
 {
     __shared__ X sums[THREADS / 32];
 #pragma unroll
@@ -27,13 +24,14 @@ template <typename X> __device__ __forceinline__ X scale_of(X sum, int32 D, doub
     sum = 0;
 #pragma unroll
     for (int32 w = 0; w < THREADS / 32; ++w) sum += sums[w];
-    return 1 / root(sum / D + X(eps));
+    return scale_of(sum, D, eps);
 }
 
 template <typename T>
 __device__ __forceinline__ void normalise(
-    const T* __restrict__ x, const T* __restrict__ weight, T* __restrict__ y, int32 D, int64 stride, double eps)
+    const T* x, const T* __restrict__ weight, T* y, int32 D, int64 stride, double eps)
 {
+    wait_for_earlier();
     const T* row = x + blockIdx.x * stride;
     T* out = y + int64(blockIdx.x) * D;
     Wide<T> sum = 0;
@@ -42,7 +40,7 @@ __device__ __forceinline__ void normalise(
         const Wide<T> value = load(row + k);
         sum += value * value;
     }
-    const Wide<T> scale = scale_of(sum, D, eps);
+    const Wide<T> scale = scale_of_row(sum, D, eps);
 #pragma unroll 4
     for (int32 k = threadIdx.x; k < D; k += THREADS) out[k] = rounded<T>(load(row + k) * scale * load(weight + k));
 }
@@ -54,9 +52,10 @@ template <typename T> struct alignas(16) Chunk {
 
 template <typename T>
 __device__ __forceinline__ void normalise_chunks(
-    const T* __restrict__ x, const T* __restrict__ weight, T* __restrict__ y, int32 D, int64 stride, double eps)
+    const T* x, const T* __restrict__ weight, T* y, int32 D, int64 stride, double eps)
 {
     constexpr int32 SIZE = Chunk<T>::SIZE;
+    wait_for_earlier();
     const int32 count = D / SIZE;
     const auto* row = reinterpret_cast<const Chunk<T>*>(x + blockIdx.x * stride);
     auto* out = reinterpret_cast<Chunk<T>*>(y + int64(blockIdx.x) * D);
@@ -76,7 +75,7 @@ __device__ __forceinline__ void normalise_chunks(
         for (int32 j = 0; j < SIZE; ++j)
             if (threadIdx.x + i * THREADS < count) sum += load(&own[i].values[j]) * load(&own[i].values[j]);
     }
-    const Wide<T> scale = scale_of(sum, D, eps);
+    const Wide<T> scale = scale_of_row(sum, D, eps);
 #pragma unroll
     for (int32 i = 0; i < MOST_CHUNKS; ++i) {
         const int32 c = threadIdx.x + i * THREADS;

@@ -2,11 +2,12 @@
 //
 // One block a node: it makes the node's cosines and sines in float64, once for all heads, from
 // position = prefix_len + depth, and rotates each head's rotary part and the key. A pair is elements i and R/2 + i, or,
-// where `pairs`, 2 i and 2 i + 1 of what comes in; what goes out has the first form. The latent, which has been
-// normalised, and the rotated key go to the row prefix_len + node of the request's cache, through the page table.
+// where `pairs`, 2 i and 2 i + 1 of what comes in; what goes out has the first form. The latent, RMS-normalised on the
+// way, and the rotated key go to the row prefix_len + node of the request's cache, through the page table.
 //
 //   queries      (B N, H, P + R)   of which the last R elements are read
-//   latents      (B N, C)
+//   latents      (B N, latent_stride) of which C columns are read
+//   gain         (C) of the latents' norm
 //   keys         (B N, key_stride) of which R columns are read
 //   q            (B N, H, C + R)   its last R elements are written: zeros for padding
 //   cache        (pages, S, C + R) of one layer; padding writes nothing
@@ -15,46 +16,51 @@
 //   depths       int32 (B, N)
 //   frequencies  float64 (R / 2)
 #include "floats.cuh"
+#include "turn.cuh"
 
 constexpr int32 THREADS = 256;
 constexpr int32 MOST_PAIRS = 1024;  // R / 2; `rope.py` says it too
 
-// Cosine and sine of an angle of any size. The turns are taken off in two parts of 2 pi, so that the rest is as good as
-// the angle is; the library's own reduction would need local memory.
-__device__ __forceinline__ void turn(double angle, double& cosine, double& sine)
-{
-    const double turns = rint(angle * 0.15915494309189535);  // 1 / (2 pi)
-    double rest = fma(-turns, 6.283185307179586, angle);
-    rest = fma(-turns, 2.4492935982947064e-16, rest);
-    sincospi(rest * 0.3183098861837907, &sine, &cosine);
-}
-
 template <typename T>
 __device__ __forceinline__ void rotate(
-    const T* __restrict__ queries, const T* __restrict__ latents, const T* __restrict__ keys, T* __restrict__ q,
-    T* __restrict__ cache, const int32* __restrict__ page_table, const int32* __restrict__ prefix_lens,
-    const int32* __restrict__ node_counts, const int32* __restrict__ depths, const double* __restrict__ frequencies,
-    double attention_factor, int32 N, int32 H, int32 P, int32 C, int32 R, int64 key_stride, int32 S, int32 max_pages,
-    int32 pairs)
+    const T* queries, const T* latents, const T* keys, const T* __restrict__ gain, T* q, T* cache,
+    const int32* page_table, const int32* prefix_lens, const int32* node_counts, const int32* depths,
+    const double* __restrict__ frequencies,
+    double attention_factor, double eps, int32 N, int32 H, int32 P, int32 C, int32 R, int64 latent_stride,
+    int64 key_stride, int32 S, int32 max_pages, int32 pairs)
 {
-    __shared__ Wide<T> cosines[MOST_PAIRS], sines[MOST_PAIRS];
+    wait_for_earlier();
+    __shared__ Wide<T> cosines[MOST_PAIRS], sines[MOST_PAIRS], squares[THREADS / 32];
     const int64 slot = blockIdx.x, b = slot / N;
     const int32 i = int32(slot % N), half = R / 2;
+    // read at once, whether the node is there or not, since each would wait for the one before
+    const int32 nodes = node_counts[b], depth = depths[slot];
+    const int64 prefix = prefix_lens[b], row = prefix + i;
     T* q_row = q + slot * H * (C + R);
-    if (i >= node_counts[b]) {
+    if (i >= nodes) {
         for (int32 e = threadIdx.x; e < H * R; e += THREADS)
             q_row[int64(e / R) * (C + R) + C + e % R] = rounded<T>(0.0f);
         return;
     }
-    const int64 prefix = prefix_lens[b], row = prefix + i;
+    T* place = cache + (int64(page_table[b * max_pages + row / S]) * S + row % S) * (C + R);
     for (int32 p = threadIdx.x; p < half; p += THREADS) {
         double cosine, sine;
-        turn(double(prefix + depths[slot]) * frequencies[p], cosine, sine);
+        turn(double(prefix + depth) * frequencies[p], cosine, sine);
         cosines[p] = Wide<T>(cosine * attention_factor);
         sines[p] = Wide<T>(sine * attention_factor);
     }
-    // The angles, to all threads.
+    const T* latent = latents + slot * latent_stride;
+    Wide<T> square = 0;
+    for (int32 c = threadIdx.x; c < C; c += THREADS) square += load(latent + c) * load(latent + c);
+#pragma unroll
+    for (int32 step = 16; step > 0; step /= 2) square += __shfl_xor_sync(ALL_LANES, square, step);
+    if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = square;
+    // The angles, and each warp's squares, to all threads, which add them up in the same order.
     __syncthreads();
+    square = 0;
+#pragma unroll
+    for (int32 w = 0; w < THREADS / 32; ++w) square += squares[w];
+    const Wide<T> scale = scale_of(square, C, eps);
     const auto rotate_pair = [&](const T* from, T* to, int32 p) {
         const Wide<T> x = load(from + (pairs ? 2 * p : p)), y = load(from + (pairs ? 2 * p + 1 : half + p));
         to[p] = rounded<T>(x * cosines[p] - y * sines[p]);
@@ -65,20 +71,19 @@ __device__ __forceinline__ void rotate(
         const int64 h = e / half;
         rotate_pair(query + h * (P + R) + P, q_row + h * (C + R) + C, e % half);
     }
-    T* place = cache + (int64(page_table[b * max_pages + row / S]) * S + row % S) * (C + R);
-    for (int32 c = threadIdx.x; c < C; c += THREADS) place[c] = latents[slot * C + c];
+    for (int32 c = threadIdx.x; c < C; c += THREADS) place[c] = rounded<T>(load(latent + c) * scale * load(gain + c));
     for (int32 p = threadIdx.x; p < half; p += THREADS) rotate_pair(keys + slot * key_stride, place + C, p);
 }
 
-#define ROTATE(name, T)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS) name(                                                    \
-        const T* queries, const T* latents, const T* keys, T* q, T* cache, const int32* page_table,                \
-        const int32* prefix_lens, const int32* node_counts, const int32* depths, const double* frequencies,        \
-        double attention_factor, int32 N, int32 H, int32 P, int32 C, int32 R, int64 key_stride, int32 S,           \
-        int32 max_pages, int32 pairs)                                                                              \
-    {                                                                                                              \
-        rotate(queries, latents, keys, q, cache, page_table, prefix_lens, node_counts, depths, frequencies,        \
-               attention_factor, N, H, P, C, R, key_stride, S, max_pages, pairs);                                  \
+#define ROTATE(name, T)                                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        name(const T* queries, const T* latents, const T* keys, const T* gain, T* q, T* cache,                         \
+             const int32* page_table, const int32* prefix_lens, const int32* node_counts, const int32* depths,         \
+             const double* frequencies, double attention_factor, double eps, int32 N, int32 H, int32 P, int32 C,       \
+             int32 R, int64 latent_stride, int64 key_stride, int32 S, int32 max_pages, int32 pairs)                    \
+    {                                                                                                                  \
+        rotate(queries, latents, keys, gain, q, cache, page_table, prefix_lens, node_counts, depths, frequencies,      \
+               attention_factor, eps, N, H, P, C, R, latent_stride, key_stride, S, max_pages, pairs);                  \
     }
 
 ROTATE(rope_f16, __half)

@@ -12,16 +12,17 @@
 //   bias        (E)
 //   expert_ids  int32 (M, K)  written in full, best first
 //   weights     (M, K)        written in full: scores without the bias, over their sum if `normalised`, times `scale`
+//   node_counts int32 (M / N), or null: of each N rows, those from node_counts[b] on are padding: experts -1, weights 0
 #include "floats.cuh"
 
 constexpr int32 THREADS = 128, LANES = 32;
 constexpr int32 MOST_EXPERTS = 4096;  // `route_experts.py` says it too
 
-// An integer in the order of x; 0 is below that of every number.
+// An integer in the order of x; 0 is below that of every number, and that of NaN above 0 alone.
 __device__ __forceinline__ uint64 in_order(double x)
 {
     const int64 bits = __double_as_longlong(x);
-    return bits < 0 ? ~uint64(bits) : uint64(bits) | 1ull << 63;
+    return x != x ? 1 : bits < 0 ? ~uint64(bits) : uint64(bits) | 1ull << 63;
 }
 
 __device__ __forceinline__ double number(uint64 order)
@@ -39,8 +40,8 @@ __device__ __forceinline__ int32 first_greatest(uint64 order, int32 expert)
 
 template <typename T>
 __device__ __forceinline__ void route(
-    const T* __restrict__ logits, const T* __restrict__ bias, int32* __restrict__ expert_ids, T* __restrict__ weights,
-    int32 E, int32 K, int32 groups, int32 kept_groups, int32 normalised, double scale)
+    const T* logits, const T* __restrict__ bias, int32* expert_ids, T* weights, const int32* node_counts,
+    int32 N, int32 E, int32 K, int32 groups, int32 kept_groups, int32 normalised, double scale)
 {
     extern __shared__ double scores[];  // (E), then (E) and (groups)
     uint64* corrected = reinterpret_cast<uint64*>(scores + E);  // orders; 0 of what is struck out or chosen
@@ -48,6 +49,14 @@ __device__ __forceinline__ void route(
     const int32 lane = threadIdx.x % LANES, size = E / groups;
     const int64 m = blockIdx.x;
 
+    wait_for_earlier();
+    if (node_counts && m % N >= node_counts[m / N]) {
+        for (int32 k = threadIdx.x; k < K; k += THREADS) {
+            expert_ids[m * K + k] = -1;
+            weights[m * K + k] = rounded<T>(Wide<T>(0));
+        }
+        return;
+    }
     for (int32 e = threadIdx.x; e < E; e += THREADS) {
         const double z = load(logits + m * E + e), small = exp(-fabs(z));
         scores[e] = (z >= 0 ? 1.0 : small) / (1 + small);
@@ -105,18 +114,14 @@ __device__ __forceinline__ void route(
         weights[m * K + k] = rounded<T>(Wide<T>(scores[expert_ids[m * K + k]] / total * scale));
 }
 
-#define ROUTE(name, T)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                          \
-        name(const T* logits, const T* bias, int32* expert_ids, T* weights, int32 E, int32 K, int32 groups,        \
-             int32 kept_groups, int32 normalised, double scale)                                                    \
-    {                                                                                                              \
-        route(logits, bias, expert_ids, weights, E, K, groups, kept_groups, normalised, scale);                    \
+#define ROUTE(name, T)                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        name(const T* logits, const T* bias, int32* expert_ids, T* weights, const int32* node_counts, int32 N,         \
+             int32 E, int32 K, int32 groups, int32 kept_groups, int32 normalised, double scale)                        \
+    {                                                                                                                  \
+        route(logits, bias, expert_ids, weights, node_counts, N, E, K, groups, kept_groups, normalised, scale);        \
     }
 
-DDTREE_SHARED(route_experts_f16, 3 * MOST_EXPERTS * 8);
-ROUTE(route_experts_f16, __half)
-DDTREE_SHARED(route_experts_bf16, 3 * MOST_EXPERTS * 8);
-ROUTE(route_experts_bf16, __nv_bfloat16)
 DDTREE_SHARED(route_experts_f32, 3 * MOST_EXPERTS * 8);
 ROUTE(route_experts_f32, float)
 DDTREE_SHARED(route_experts_f64, 3 * MOST_EXPERTS * 8);

@@ -21,20 +21,27 @@ def route_experts(
     topk_group: int,
     norm_topk_prob: bool,
     routed_scaling_factor: float,
+    node_counts: Any = None,
 ) -> tuple[Any, Any]:
     """Experts of each token, best first, and their weights. See :func:`ddtree.model.layers.route_experts`.
 
-    Scores are float64 whatever the type of the logits is. At most 4,096 experts.
+    Scores are float64, of float32 or float64 logits. At most 4,096 experts.
     """
     M, E = logits.shape
     K = num_experts_per_tok
     if E > MOST_EXPERTS:
         raise ValueError(f"logits must have at most {MOST_EXPERTS} columns, got {E}")
+    if logits.dtype.itemsize < 4:
+        raise TypeError(
+            f"logits must be float32 or float64, got {logits.dtype}: take them by linear(..., dtype='float32')"
+        )
+    rows = 1 if node_counts is None else M // max(len(node_counts), 1)
     expert_ids, weights = empty((M, K), np.int32), empty((M, K), logits.dtype)
     launch(
         *("route_experts", f"route_experts_{suffix_of(logits)}", M, THREADS),
         *(contiguous(logits), contiguous(bias, logits.dtype), expert_ids, weights),
-        *(np.int32(n) for n in (E, K, n_group, topk_group, norm_topk_prob)),
+        np.uintp(0) if node_counts is None else contiguous(node_counts, np.int32),
+        *(np.int32(n) for n in (rows, E, K, n_group, topk_group, norm_topk_prob)),
         np.float64(routed_scaling_factor),
         shared=(2 * E + n_group) * 8,
     )

@@ -215,14 +215,17 @@ __device__ __forceinline__ void topk_of_tile(
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS) topk_of_tiles_f16(TILES_PARAMETERS(__half))
 {
+    wait_for_earlier();
     topk_of_tile(TILES);
 }
 extern "C" __global__ void __launch_bounds__(TILE_THREADS) topk_of_tiles_bf16(TILES_PARAMETERS(__nv_bfloat16))
 {
+    wait_for_earlier();
     topk_of_tile(TILES);
 }
 extern "C" __global__ void __launch_bounds__(TILE_THREADS) topk_of_tiles_f32(TILES_PARAMETERS(float))
 {
+    wait_for_earlier();
     topk_of_tile(TILES);
 }
 
@@ -244,6 +247,7 @@ extern "C" __global__ void __launch_bounds__(MOST_MERGE_THREADS, 1) merge_tiles(
     int32 tiles, int32 K, int32 most, int32 share, int32 size,
     float* __restrict__ log_probs, int32* __restrict__ token_ids)
 {
+    wait_for_earlier();
     __shared__ uint64 sorted[MOST_SORTED];
     __shared__ uint32 sums[2][32];
     __shared__ double log_z;
@@ -557,17 +561,21 @@ __device__ __forceinline__ void topk_of_row(
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) topk_of_row_f16(ROWS_PARAMETERS(__half))
 {
+    wait_for_earlier();
     topk_of_row<__half, 4>(ROWS);
 }
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) topk_of_row_bf16(ROWS_PARAMETERS(__nv_bfloat16))
 {
+    wait_for_earlier();
     topk_of_row<__nv_bfloat16, 4>(ROWS);
 }
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) topk_of_row_f32(ROWS_PARAMETERS(float))
 {
+    wait_for_earlier();
     topk_of_row<float, 4>(ROWS);
 }
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) topk_of_row_f64(ROWS_PARAMETERS(double))
 {
+    wait_for_earlier();
     topk_of_row<double, 8>(ROWS);
 }

@@ -11,6 +11,7 @@ extern "C" __global__ void __launch_bounds__(256) add_depths(
     const int32* __restrict__ depths, const int32* __restrict__ prefix_lens, int32* __restrict__ positions,
     int64 count, int32 N)
 {
+    wait_for_earlier();
     const int64 element = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (element < count)
         positions[element] = prefix_lens[element / N] + max(depths[element], 0);

@@ -15,10 +15,10 @@
 //   1  attend_plain_T, merge_plain_T: every type and width, without tensor cores, in float32 or, of float64, float64.
 //   2  attend_T, merge_T: float16 and bfloat16 with C = 512 and R = 64, by tensor cores (mma.sync).
 //
-// Version 1. A block takes 8 rows of a request, up to 512 columns of the latent and one of `parts` equal parts of the
-// context, in tiles of 32 keys as in an online softmax: a warp works out the scores of 4 keys for all rows, then weighs
+// Version 1. A block takes 8 rows of a request, up to 512 columns of the latent and one of at most `parts` equal parts of
+// the context, in tiles of 32 keys as in an online softmax: a warp works out the scores of 4 keys for all rows, then weighs
 // the tile for one row, then a thread adds up its two columns for every row. Sums of tiles are added up, rather than
-// keys: of thousands of keys, that loses far fewer bits. merge_plain_T takes an element a thread.
+// keys: of thousands of keys, that loses far fewer bits. merge_plain_T has a row of the output a block.
 //
 //   sums    float or double (B, parts, N * H, C)   weighted latents, relative to the greatest score of the part
 //   tops    float or double (B, parts, N * H)      greatest score of the part
@@ -74,6 +74,8 @@ __device__ __forceinline__ uint32 seen_from(const uint32* words, int32 first, in
 namespace plain {
 
 constexpr int32 THREADS = 256, WARPS = 8, ROWS = 8, KEYS = 32, KEYS_A_WARP = KEYS / WARPS, COLUMNS = 2 * THREADS;
+constexpr int32 KEYS_AT_ONCE = 8, MOST_PARTS = 64;
+static_assert(KEYS_A_WARP * ROWS == 32, "a lane gets the score of one key and row");
 
 template <typename Real> __device__ __forceinline__ Real sum_of_warp(Real x)
 {
@@ -87,6 +89,73 @@ template <typename Real> __device__ __forceinline__ Real max_of_warp(Real x)
     return x;
 }
 
+// The sum over a warp's lanes of each of 32 numbers, number i to lane i: half of them at each step to the other half of
+// the lanes, in 31 exchanges where one sum after the other would take 160.
+template <typename Real> __device__ __forceinline__ Real sums_of_warp(Real (&x)[32])
+{
+    const int32 lane = threadIdx.x % 32;
+    #pragma unroll
+    for (int32 d = 16; d > 0; d /= 2) {
+        const bool upper = lane & d;
+        #pragma unroll
+        for (int32 i = 0; i < d; ++i) {
+            const Real sent = upper ? x[i] : x[i + d];
+            x[i] = (upper ? x[i + d] : x[i]) + __shfl_xor_sync(ALL_LANES, sent, d);
+        }
+    }
+    return x[0];
+}
+
+// Adds to the scores of a warp's keys for all rows what their elements add, W neighbours a lane at a time.
+template <int32 W, typename T, typename Real>
+__device__ __forceinline__ void add_products(
+    Real (&scores)[KEYS_A_WARP * ROWS], const T* queries, int32 last_row, const T* const* keys, int32 there, int32 D)
+{
+    struct alignas(W * sizeof(T)) Neighbours { T values[W]; };
+    const int32 lane = threadIdx.x % 32;
+    #pragma unroll 1
+    for (int32 d = lane * W; d < D; d += 32 * W) {
+        Neighbours x[KEYS_A_WARP], y[ROWS];
+        #pragma unroll
+        for (int32 k = 0; k < KEYS_A_WARP; ++k) x[k] = *reinterpret_cast<const Neighbours*>(keys[min(k, there - 1)] + d);
+        #pragma unroll
+        for (int32 r = 0; r < ROWS; ++r) y[r] = *reinterpret_cast<const Neighbours*>(queries + min(r, last_row) * D + d);
+        #pragma unroll
+        for (int32 r = 0; r < ROWS; ++r)
+            #pragma unroll
+            for (int32 k = 0; k < KEYS_A_WARP; ++k)
+                #pragma unroll
+                for (int32 w = 0; w < W; ++w)
+                    scores[k * ROWS + r] += Real(load(&x[k].values[w])) * Real(load(&y[r].values[w]));
+    }
+}
+
+// Adds a key's two columns, weighed, to those of all rows.
+template <typename Real>
+__device__ __forceinline__ void add_key(Real (&added)[ROWS][2], const Real (&x)[2], const Real* weights)
+{
+    Real w[ROWS];
+    #pragma unroll
+    for (int32 r = 0; r < ROWS; r += 16 / sizeof(Real))
+        *reinterpret_cast<int4*>(w + r) = *reinterpret_cast<const int4*>(weights + r);
+    // A key that a row does not see has the weight -0 there. It may be infinite or NaN, and is not multiplied then.
+    const bool finite = isfinite(x[0]) && isfinite(x[1]);
+    #pragma unroll
+    for (int32 r = 0; r < ROWS; ++r)
+        if (finite || w[r] != 0 || !signbit(w[r])) {
+            added[r][0] += w[r] * x[0];
+            added[r][1] += w[r] * x[1];
+        }
+}
+
+// Keys of a part: whole tiles, as few as will do, so that neither what else is in the batch nor, at short contexts, how
+// many parts there may be, has a say in how a row's keys are shared out.
+__device__ __forceinline__ int32 part_length(int32 context, int32 parts)
+{
+    const int64 most = int64(KEYS) * parts;
+    return KEYS * int32((context + most - 1) / most);
+}
+
 // Grid: B * parts * column blocks * row blocks, the last fastest.
 template <typename T, typename Real>
 __device__ __forceinline__ void attend(
@@ -94,7 +163,8 @@ __device__ __forceinline__ void attend(
     const int32* node_counts, Real* sums, Real* tops, Real* totals, Real scale, int32 N, int32 H, int32 C, int32 D,
     int32 S, int32 max_pages, int32 parts)
 {
-    __shared__ Real weights[ROWS][KEYS], factors[ROWS];
+    __shared__ __align__(16) Real weights[KEYS][ROWS];
+    __shared__ Real factors[ROWS];
     __shared__ const T* keys[KEYS];
 
     const int64 rows = int64(N) * H;
@@ -109,16 +179,17 @@ __device__ __forceinline__ void attend(
 
     const int32 prefix = prefix_lens[b], count = node_counts[b];
     const int32 context = count > 0 ? prefix + count : 0;
-    const int32 length = (context + parts - 1) / parts;  // of a part
+    const int32 length = part_length(context, parts);
     const int32 begin = int32(min(int64(part) * length, int64(context))), end = min(begin + length, context);
     const int64 used_rows = int64(count) * H;
+    if (begin >= end || first_row >= used_rows) return;  // a whole block; nobody reads what it would write
 
     // Rows of no node repeat the last one of a node; what they add up to is not written.
-    const T* queries[ROWS];
-    #pragma unroll
-    for (int32 r = 0; r < ROWS; ++r)
-        queries[r] = q + (int64(b) * rows + max(min(first_row + r, used_rows - 1), int64(0))) * D;
+    const T* queries = q + (int64(b) * rows + first_row) * D;
+    const int32 last_row = int32(min(used_rows - first_row, int64(ROWS))) - 1;
 
+    constexpr int32 WIDE = sizeof(T) > 4 ? 2 : 4;
+    const bool in_chunks = D % WIDE == 0 && (uint64(q) | uint64(cache)) % (WIDE * sizeof(T)) == 0;
     const int64 own_row = first_row + warp;  // that this warp weighs
     const bool own_used = own_row < used_rows;
     const uint32* own_words = words + (int64(b) * N + (own_used ? own_row / H : 0)) * ((N + 31) / 32);
@@ -126,7 +197,7 @@ __device__ __forceinline__ void attend(
     Real columns[ROWS][2] = {};
     const int32 c0 = first_column + t, c1 = c0 + THREADS;
 
-    for (int32 start = begin; start < end && first_row < used_rows; start += KEYS) {
+    for (int32 start = begin; start < end; start += KEYS) {
         const int32 tile = min(KEYS, end - start);
         if (t < tile) {
             const int32 key = start + t;
@@ -134,56 +205,43 @@ __device__ __forceinline__ void attend(
         }
         // The places of the keys, to all warps; and all are through with the weights of the last tile.
         __syncthreads();
-        Real scores[KEYS_A_WARP][ROWS] = {};
-        for (int32 d = lane; d < D; d += 32) {
-            Real x[KEYS_A_WARP];
-            #pragma unroll
-            for (int32 k = 0; k < KEYS_A_WARP; ++k) {
-                const int32 key = warp * KEYS_A_WARP + k;
-                x[k] = key < tile ? load(keys[key] + d) : Real(0);
-            }
-            #pragma unroll
-            for (int32 r = 0; r < ROWS; ++r) {
-                const Real y = load(queries[r] + d);
-                #pragma unroll
-                for (int32 k = 0; k < KEYS_A_WARP; ++k) scores[k][r] += x[k] * y;
-            }
+        Real scores[KEYS_A_WARP * ROWS] = {};
+        // A key too many is the last one again, whose score nobody reads.
+        const int32 there = tile - warp * KEYS_A_WARP;
+        if (there > 0) {
+            if (in_chunks)
+                add_products<WIDE>(scores, queries, last_row, keys + warp * KEYS_A_WARP, there, D);
+            else
+                add_products<1>(scores, queries, last_row, keys + warp * KEYS_A_WARP, there, D);
         }
-        #pragma unroll
-        for (int32 k = 0; k < KEYS_A_WARP; ++k)
-            #pragma unroll
-            for (int32 r = 0; r < ROWS; ++r) {
-                const Real score = scale * sum_of_warp(scores[k][r]);
-                if (lane == 0) weights[r][warp * KEYS_A_WARP + k] = score;
-            }
+        weights[warp * KEYS_A_WARP + lane / ROWS][lane % ROWS] = scale * sums_of_warp(scores);
         // The scores of all keys, to the warp that weighs them for a row.
         __syncthreads();
         const int32 key = start + lane;
         bool seen = own_used && key < end;
         if (seen && key >= prefix) seen = own_words[(key - prefix) / 32] >> ((key - prefix) % 32) & 1;
-        const Real score = seen ? weights[warp][lane] : Real(minus_infinity());
+        const Real score = seen ? weights[lane][warp] : Real(minus_infinity());
         const Real top = fmax(own_top, max_of_warp(score));
         // A score that overflowed to -inf weighs nothing, also where there is no top yet; a key that is not seen, -0.
         const Real weight = !seen ? Real(-0.) : score == Real(minus_infinity()) ? Real(0) : exp(score - top);
         const Real factor = own_top > Real(minus_infinity()) ? exp(own_top - top) : Real(0);
         own_total = own_total * factor + sum_of_warp(weight);
         own_top = top;
-        weights[warp][lane] = weight;
+        weights[lane][warp] = weight;
         if (lane == 0) factors[warp] = factor;
         // Weights, and the factors of what was added up before, to the threads that add up columns.
         __syncthreads();
         Real added[ROWS][2] = {};
-        for (int32 k = 0; k < tile; ++k) {
-            // A key that a row does not see may be infinite or NaN, so it is not multiplied by its weight of -0.
-            const Real x0 = c0 < C ? load(keys[k] + c0) : Real(0), x1 = c1 < C ? load(keys[k] + c1) : Real(0);
+        for (int32 first = 0; first < tile; first += KEYS_AT_ONCE) {
+            Real x[KEYS_AT_ONCE][2];
             #pragma unroll
-            for (int32 r = 0; r < ROWS; ++r) {
-                const Real w = weights[r][k];
-                if (w != 0 || !signbit(w)) {
-                    added[r][0] += w * x0;
-                    added[r][1] += w * x1;
-                }
+            for (int32 i = 0; i < KEYS_AT_ONCE; ++i) {
+                const bool there = first + i < tile;
+                x[i][0] = there && c0 < C ? load(keys[first + i] + c0) : Real(0);
+                x[i][1] = there && c1 < C ? load(keys[first + i] + c1) : Real(0);
             }
+            #pragma unroll
+            for (int32 i = 0; i < KEYS_AT_ONCE; ++i) add_key(added, x[i], weights[first + i]);
         }
         #pragma unroll
         for (int32 r = 0; r < ROWS; ++r)
@@ -207,53 +265,75 @@ __device__ __forceinline__ void attend(
     }
 }
 
-// One thread an element of `out`.
+// One block a row of `out`: a thread has every THREADS-th column.
 template <typename T, typename Real>
 __device__ __forceinline__ void merge(
-    const Real* sums, const Real* tops, const Real* totals, const int32* node_counts, T* out, int64 elements, int32 N,
-    int32 H, int32 C, int32 parts)
+    const Real* sums, const Real* tops, const Real* totals, const int32* prefix_lens, const int32* node_counts, T* out,
+    int32 N, int32 H, int32 C, int32 parts)
 {
-    const int64 element = int64(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (element >= elements) return;
-    const int64 rows = int64(N) * H, c = element % C, row = element / C % rows, b = element / C / rows;
-    Real value = 0;
-    if (row / H < node_counts[b]) {
-        const int64 first = b * parts * rows + row;
-        Real top = Real(minus_infinity()), total = 0;
-        for (int32 part = 0; part < parts; ++part) top = fmax(top, tops[first + part * rows]);
-        #pragma unroll 1
-        for (int32 part = 0; part < parts; ++part) {
-            const int64 at = first + part * rows;
-            const Real factor = exp(tops[at] - top);
-            value += sums[at * C + c] * factor;
-            total += totals[at] * factor;
-        }
-        value /= total;
+    __shared__ Real factors[MOST_PARTS];
+    const int64 rows = int64(N) * H, b = blockIdx.x / rows, row = blockIdx.x % rows;
+    const int32 t = threadIdx.x, count = node_counts[b], context = prefix_lens[b] + count;
+    T* to = out + int64(blockIdx.x) * C;
+    if (row / H >= count) {
+        for (int32 c = t; c < C; c += THREADS) to[c] = as<T>(Real(0));
+        return;
     }
-    out[element] = as<T>(value);
+    const int32 length = part_length(context, parts), used = (context + length - 1) / length;
+    const int64 first = b * parts * rows + row;
+    if (t < 32) {
+        Real own[MOST_PARTS / 32], totals_of[MOST_PARTS / 32], top = Real(minus_infinity()), total = 0;
+        #pragma unroll
+        for (int32 i = 0; i < MOST_PARTS / 32; ++i) {
+            const int32 part = t + 32 * i;
+            own[i] = part < used ? tops[first + part * rows] : Real(minus_infinity());
+            totals_of[i] = part < used ? totals[first + part * rows] : Real(0);
+            top = fmax(top, own[i]);
+        }
+        top = max_of_warp(top);
+        #pragma unroll
+        for (int32 i = 0; i < MOST_PARTS / 32; ++i) {
+            own[i] = exp(own[i] - top);
+            total += totals_of[i] * own[i];
+        }
+        total = sum_of_warp(total);
+        #pragma unroll
+        for (int32 i = 0; i < MOST_PARTS / 32; ++i)
+            if (t + 32 * i < used) factors[t + 32 * i] = own[i] / total;
+    }
+    // What each part is multiplied by, to all threads.
+    __syncthreads();
+    for (int32 c = t; c < C; c += THREADS) {
+        Real value = 0;
+        #pragma unroll 8
+        for (int32 part = 0; part < used; ++part) value += sums[(first + part * rows) * C + c] * factors[part];
+        to[c] = as<T>(value);
+    }
 }
 
 }  // namespace plain
 
-#define DDTREE_PLAIN(suffix, T, Real)                                                                               \
-    extern "C" __global__ void __launch_bounds__(256) attend_plain_##suffix(                                        \
+#define DDTREE_PLAIN(suffix, T, Real, BLOCKS)                                                                       \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) attend_plain_##suffix(                                \
         const T* q, const T* cache, const int32* page_table, const int32* prefix_lens, const uint32* words,         \
         const int32* node_counts, Real* sums, Real* tops, Real* totals, Real scale, int32 N, int32 H, int32 C,      \
         int32 D, int32 S, int32 max_pages, int32 parts)                                                             \
     {                                                                                                               \
+        wait_for_earlier();                                                                                         \
         plain::attend<T, Real>(q, cache, page_table, prefix_lens, words, node_counts, sums, tops, totals, scale, N, \
                                H, C, D, S, max_pages, parts);                                                       \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(256) merge_plain_##suffix(                                         \
-        const Real* sums, const Real* tops, const Real* totals, const int32* node_counts, T* out, int64 elements,   \
-        int32 N, int32 H, int32 C, int32 parts)                                                                     \
+        const Real* sums, const Real* tops, const Real* totals, const int32* prefix_lens, const int32* node_counts, \
+        T* out, int32 N, int32 H, int32 C, int32 parts)                                                             \
     {                                                                                                               \
-        plain::merge<T, Real>(sums, tops, totals, node_counts, out, elements, N, H, C, parts);                      \
+        wait_for_earlier();                                                                                         \
+        plain::merge<T, Real>(sums, tops, totals, prefix_lens, node_counts, out, N, H, C, parts);                   \
     }
-DDTREE_PLAIN(f16, __half, float)
-DDTREE_PLAIN(bf16, __nv_bfloat16, float)
-DDTREE_PLAIN(f32, float, float)
-DDTREE_PLAIN(f64, double, double)
+DDTREE_PLAIN(f16, __half, float, 1)
+DDTREE_PLAIN(bf16, __nv_bfloat16, float, 2)
+DDTREE_PLAIN(f32, float, float, 2)
+DDTREE_PLAIN(f64, double, double, 1)
 
 // ---------------------------------------------------------------------------------------------------------- version 2
 
@@ -1168,13 +1248,15 @@ __device__ __forceinline__ void merge(
         int32 B, int32 N, int32 H, uint32 S, uint32 page_factor, uint32 page_shift, int32 max_pages,                \
         int32 processors)                                                                                           \
     {                                                                                                               \
+        wait_for_earlier();                                                                                         \
         tensor::attend<T>(q, cache, page_table, prefix_lens, words, node_counts, schedule, parts, stats, scales,    \
                           out, scale, B, N, H, S, page_factor, page_shift, max_pages, processors);                  \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(256, 4) merge_##suffix(                                            \
+    extern "C" __global__ void __launch_bounds__(256, 3) merge_##suffix(                                            \
         const __half* parts, const float2* stats, const float* scales, const int2* schedule,                        \
         const int32* node_counts, T* out, int32 rows, int32 H, int32 split, int32 blocks_a_request)                 \
     {                                                                                                               \
+        wait_for_earlier();                                                                                         \
         tensor::merge<T>(parts, stats, scales, schedule, node_counts, out, rows, H, split,                          \
                          blocks_a_request);                                                                         \
     }

@@ -13,8 +13,10 @@ THREADS = 256
 
 # version 1
 PLAIN_ROWS, PLAIN_COLUMNS = 8, 512  # of a block
-PLAIN_KEYS_A_PART = 256
-"""At least so many keys are a part of the context."""
+PLAIN_KEYS = 32
+"""A tile, which is the least part of a context."""
+PLAIN_PARTS = (64, 16, 4, 1)
+"""At most so many parts has a context: few sizes, so that batches of any sizes mostly share out their keys alike."""
 PLAIN_BLOCKS_A_PROCESSOR = 8
 """Where so many blocks have work, the context is not split further."""
 
@@ -69,15 +71,14 @@ def _fit_tensor_cores(q: Any, kv_cache: Any, page_table: Any, out: Any) -> bool:
 
 
 def _launch_plain(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
-    q, kv_cache, page_table, *_, node_counts = arrays
+    q, kv_cache, page_table, prefix_lens, _, node_counts = arrays
     B, N, H, D = q.shape
     C, S, max_pages = out.shape[-1], kv_cache.shape[1], page_table.shape[1]
     suffix = suffix_of(q)
     real = np.float64 if suffix == "f64" else np.float32
     blocks = B * blocks_for(N * H, PLAIN_ROWS) * blocks_for(C, PLAIN_COLUMNS)
     # Lengths are on the device; the table's width says how long a context can be.
-    enough = PLAIN_BLOCKS_A_PROCESSOR * multiprocessors() // blocks
-    parts = max(1, min(max_pages * S // PLAIN_KEYS_A_PART, enough))
+    parts = plain_parts(max_pages * S, blocks, multiprocessors())
     sums = empty((B, parts, N * H, C), real)
     tops, totals = empty((B, parts, N * H), real), empty((B, parts, N * H), real)
     launch(
@@ -86,10 +87,21 @@ def _launch_plain(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
         *(np.int32(size) for size in (N, H, C, D, S, max_pages, parts)),
     )
     launch(
-        *("verify_attention", f"merge_plain_{suffix}", blocks_for(out.size, THREADS), THREADS),
-        *(sums, tops, totals, node_counts, out, np.int64(out.size)),
+        *("verify_attention", f"merge_plain_{suffix}", B * N * H, THREADS),
+        *(sums, tops, totals, prefix_lens, node_counts, out),
         *(np.int32(size) for size in (N, H, C, parts)),
     )
+
+
+def plain_parts(keys: int, blocks: int, processors: int) -> int:
+    """The most parts of a context of up to so many keys, where a part has so many blocks.
+
+    >>> plain_parts(2048, 2, 132), plain_parts(112, 130, 132), plain_parts(2048, 130, 132)
+    (64, 4, 4)
+    """
+    enough = PLAIN_BLOCKS_A_PROCESSOR * processors // blocks
+    most = next(parts for parts in PLAIN_PARTS if parts <= max(enough, 1))
+    return max(1, min(most, blocks_for(keys, PLAIN_KEYS)))
 
 
 def _launch_tensor(arrays: tuple[Any, ...], out: Any, scale: float) -> None:

@@ -11,6 +11,7 @@ extern "C" __global__ void __launch_bounds__(128) fill_words(
     const int32* __restrict__ parents, const int32* __restrict__ node_counts, uint32* __restrict__ words,
     int64 count, int32 N)
 {
+    wait_for_earlier();
     const int64 node = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (node >= count) return;
     const int64 request = node / N;

@@ -20,6 +20,7 @@ from ddtree.analysis.acceptance import acceptance_table, length_table, rank_tabl
 from ddtree.analysis.calibration import calibration_table, reliability_table
 from ddtree.analysis.choices import choices_of
 from ddtree.analysis.pay import would_a_tree_pay
+from ddtree.analysis.precision import DifferenceTable, PrecisionTable
 from ddtree.analysis.speedup import cost_table, speedup_table
 from ddtree.property_tests.project.made_traces import calibrated_chunk, replayed
 
@@ -140,12 +141,36 @@ def tree(ax=None):
     return figures.draw_tree(drafted, path=path, labels=lambda t: names[t % 10].replace("\n", "↵"), ax=ax)
 
 
+def precision(ax=None):
+    """As bfloat16 goes: each layer adds what the one below has, and a router's flip shows in the worst row."""
+    layers = np.arange(1, 13)
+    worst = np.r_[0, 0.004 * layers**0.7 * (1 + 2 * (layers > 7)), 0.06]
+    mean = np.r_[0, 0.0025 * layers**0.5, 0.011]
+    none = np.zeros(3, np.int64)
+    differences = DifferenceTable(none, none, none, none + 1, np.full(3, 0.01), np.full(3, 0.05))
+    names = ("embedding", *map(str, layers), "logits")
+    return figures.plot_precision(PrecisionTable(names, worst, mean, 1024, "bfloat16", "float32", differences), ax=ax)
+
+
+def memory(ax=None):
+    rounds = np.arange(0, 20_000, 100)
+    host = 180 + 50 * (1 - np.exp(-rounds / 1500))
+    return figures.plot_memory(rounds.tolist(), {"host": host.tolist(), "GPU": [640.0] * len(rounds)}, ax=ax)
+
+
+def decoding(ax=None):
+    wide = {"transformers": 57.0, "autoregressive": 1212.0, "DDTree, 16 nodes": 6931.0}
+    rows = [("float32", wide), ("bfloat16", {name: 1.5 * speed for name, speed in wide.items()})]
+    return figures.plot_decoding("0.7 B parameters, one request", rows, peer="transformers", ax=ax)
+
+
 FIGURES = {
     f.__name__: f
     for f in (
         tau, efficiency, expected, tau_and_speedup, tau_and_speedup_of_two, lengths, by_depth, by_depth_of_two, ranks,
         reliability,
-        reliability_of_two, calibration, latency, frontier, speedup_frontier, pay, tree,
+        reliability_of_two, calibration, latency, frontier, speedup_frontier, pay, precision,
+        memory, decoding, tree,
     )
 }  # fmt: skip
 

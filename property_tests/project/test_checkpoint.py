@@ -5,6 +5,11 @@ import re
 import struct
 import sys
 import tracemalloc
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from importlib import import_module
+from statistics import NormalDist
 from typing import Any
 
 import ml_dtypes
@@ -13,8 +18,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ddtree.kdtr import KdtrError, KdtrFile, read_kdtr, write_kdtr
-from ddtree.model import DeepseekV3, ModelConfig, Yarn, golden_bundle, load_model, save_bundle
-from ddtree.property_tests.compare import assert_same
+from ddtree.model import (
+    DeepseekV3,
+    ModelConfig,
+    Yarn,
+    deepseek_v3,
+    golden_bundle,
+    load_model,
+    random_weights,
+    save_bundle,
+)
+from ddtree.property_tests.compare import assert_close, assert_same
 from ddtree.property_tests.project.fuzz.targets import tiny_models
 from ddtree.protocols import KVCache
 from ddtree.trees import chain_tree
@@ -71,6 +85,94 @@ def load(path, **options):
 
 
 # What loads
+
+
+class Watched(Mapping[str, Any]):
+    """Weights of which each is made when it is read; knows how often that was, and the most bytes at a time."""
+
+    def __init__(self, weights):
+        self.reads: Counter[str] = Counter()
+        self.weights, self.alive, self.most = weights, 0, 0
+
+    def __getitem__(self, name):
+        tensor = self.weights[name].copy()
+        weakref.finalize(tensor, self.gone, tensor.nbytes)
+        self.reads[name] += 1
+        self.alive += tensor.nbytes
+        self.most = max(self.most, self.alive)
+        return tensor
+
+    def gone(self, size):
+        self.alive -= size
+
+    def __iter__(self):
+        return iter(self.weights)
+
+    def __len__(self):
+        return len(self.weights)
+
+    def __contains__(self, name):
+        return name in self.weights
+
+
+@pytest.mark.parametrize("layout", [dict, split_experts], ids=["fused", "split"])
+def test_each_tensor_is_read_once_and_no_two_large_ones_are_held(layout):
+    config, weights = bundle_parts()
+    watched = Watched(layout(weights))
+    model = DeepseekV3(config, watched, dtype="float64", backend="reference")
+    assert set(watched.reads.values()) == {1}
+    assert set(watched.reads) == set(watched.weights)
+    largest, *others = sorted((w.nbytes for w in watched.weights.values()), reverse=True)
+    assert sum(others) > 4 * largest
+    assert watched.most < 1.5 * largest
+    assert watched.alive == 0
+    assert_same(logits(model), logits(load(BUNDLE)))
+
+
+@pytest.mark.parametrize("piece", [1, 1000, 1 << 26])
+def test_tensors_are_converted_in_pieces_of_any_size(monkeypatch, piece):
+    expected = logits(load(BUNDLE))
+    monkeypatch.setattr(deepseek_v3, "PIECE", piece)
+    assert_same(logits(load(BUNDLE)), expected)
+
+
+def test_a_shared_expert_of_several_times_the_size_is_several_experts():
+    """As in the largest published models: the sum over its inner rows is that of its parts."""
+    settings = bundle_parts()[0].to_dict() | {"n_shared_experts": 3}
+    config = ModelConfig.from_dict(settings)
+    weights = dict(random_weights(config, 5, std=0.2))
+    gates = [name for name in weights if ".shared_experts.gate_proj" in name]
+    assert gates
+    whole = logits(DeepseekV3(config, weights, dtype="float64", backend="reference"))
+    rng = np.random.default_rng(0)
+    for gate in gates:  # in another order, the inner rows are the same layer
+        order = rng.permutation(len(weights[gate]))
+        for part in ("gate", "up", "down"):
+            name = gate.replace("gate_proj", f"{part}_proj")
+            weights[name] = weights[name][:, order] if part == "down" else weights[name][order]
+    shuffled = logits(DeepseekV3(config, weights, dtype="float64", backend="reference"))
+    assert_close(shuffled, whole, row=("model", "float64"), scale=np.abs(whole).max())
+    weights[gates[0]] = weights[gates[0]] * np.float32(2)
+    assert np.abs(logits(DeepseekV3(config, weights, dtype="float64", backend="reference")) - whole).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.experts.gate_up_proj"])
+def test_a_model_that_has_no_room_says_which_tensor_and_how_much(monkeypatch, name):
+    config, weights = bundle_parts()
+    shape = {"lm_head.weight": (config.vocab_size, config.hidden_size)}.get(
+        name, (config.n_routed_experts + config.n_shared_experts, 2 * config.moe_intermediate_size, config.hidden_size)
+    )
+    tensors, empty = Watched(weights), np.empty
+
+    def full(wanted, dtype=float, **options):
+        if tuple(np.atleast_1d(wanted)) == shape and tensors.reads[name]:
+            raise MemoryError
+        return empty(wanted, dtype, **options)
+
+    monkeypatch.setattr(np, "empty", full)
+    needed = f"{8 * np.prod(shape):,}"
+    with pytest.raises(MemoryError, match=rf"^{re.escape(name)} needs {needed} bytes on the host, and [\d,]+ are free"):
+        DeepseekV3(config, tensors, dtype="float64", backend="reference")
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -446,3 +548,79 @@ def test_a_size_that_is_only_claimed_is_met_at_a_tensor_and_takes_no_memory(expe
         assert tracemalloc.get_traced_memory()[1] < 1 << 18
     finally:
         tracemalloc.stop()
+
+
+# Random weights
+
+CONFIG = ModelConfig.from_dict(bundle_parts()[0].to_dict() | {"vocab_size": 4096})
+
+
+def test_random_weights_are_what_transformers_initialises():
+    weights = random_weights(CONFIG, 3)
+    assert {name: w.shape for name, w in weights.items()} == CONFIG.tensor_shapes()
+    assert {w.dtype for w in weights.values()} == {np.dtype(np.float32)}
+    for name, tensor in weights.items():
+        if "norm" in name or "bias" in name:
+            assert (tensor == ("norm" in name)).all(), name
+        else:
+            error = 4 / tensor.size**0.5  # of a mean, in standard deviations; a variance's is 1.4 times that
+            assert abs(tensor.mean() / 0.02) < error, name
+            assert abs((tensor**2).mean() / 0.02**2 - 1) < 1.5 * error, name
+    embedding = np.sort(weights["model.embed_tokens.weight"].reshape(-1)).astype(np.float64)
+    shares = np.array([NormalDist(0, 0.02).cdf(x) for x in embedding[::97]])
+    assert np.abs(shares - np.arange(0, embedding.size, 97) / embedding.size).max() < 2 / embedding.size**0.5
+    assert 4 < np.abs(embedding).max() / 0.02 < 4.4
+
+
+def test_random_weights_follow_from_the_seed_and_the_name_alone():
+    once, again, other = random_weights(CONFIG, 3), random_weights(CONFIG, 3), random_weights(CONFIG, 4)
+    smaller = random_weights(ModelConfig.from_dict(CONFIG.to_dict() | {"num_hidden_layers": 1}), 3)
+    names = [name for name in once if "norm" not in name and "bias" not in name]
+    for name in names:
+        assert_same(again[name], once[name], name)
+        assert (other[name] != once[name]).mean() > 0.99, name
+    for name in set(names) & set(smaller):
+        assert_same(smaller[name], once[name], name)
+    flat = [once[name].reshape(-1)[:2000] for name in names]
+    closeness = np.abs(np.corrcoef(np.stack([x for x in flat if len(x) == 2000]))) - np.eye(
+        sum(len(x) == 2000 for x in flat)
+    )
+    assert closeness.max() < 0.12
+    assert (
+        once["lm_head.weight"].tobytes()[:16].hex() == "7652473d1f8e263d2d2533bcc494e4bb"
+    )  # the same numbers in every version
+
+
+def test_random_weights_with_fused_experts_are_the_same_model():
+    fused, split = random_weights(CONFIG, 1, std=0.3, fused_experts=True), random_weights(CONFIG, 1, std=0.3)
+    assert any(name.endswith("gate_up_proj") for name in fused)
+    assert_same(*(logits(DeepseekV3(CONFIG, w, dtype="float64", backend="reference")) for w in (fused, split)))
+
+
+def test_random_weights_in_pieces_are_those_in_one(monkeypatch):
+    whole = random_weights(CONFIG, 2)["model.embed_tokens.weight"]
+    monkeypatch.setattr(import_module("ddtree.model.random_weights"), "_PIECE", 4 * 1001)
+    assert_same(random_weights(CONFIG, 2)["model.embed_tokens.weight"], whole)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"seed": -1}, ValueError, r"seed must be .* got -1"),
+        ({"seed": 0.5}, TypeError, r"seed must be an integer, got float 0\.5"),
+        ({"std": 0.0}, ValueError, r"std must be a number over 0, got 0\.0"),
+        ({"std": float("inf")}, ValueError, r"std must be"),
+        ({"backend": "no_such"}, ValueError, r"backend must be one of reference, .* got 'no_such'"),
+    ],
+)
+def test_random_weights_refuse(options, error, message):
+    with pytest.raises(error, match=message):
+        random_weights(CONFIG, **options)
+
+
+def test_random_weights_have_no_other_names():
+    weights = random_weights(CONFIG)
+    assert "lm_head.weight" in weights
+    assert "lm_head.bias" not in weights
+    with pytest.raises(KeyError):
+        weights["lm_head.bias"]

@@ -48,6 +48,7 @@ def test_kernels_fit(program, arch):
         assert 0 < k.threads <= 1024, f"{k}: __launch_bounds__ must say how many threads"
         assert k.threads * max(k.min_blocks, 1) <= ARCHITECTURES[arch].threads_per_sm, k
         assert k.blocks_per_sm >= max(k.min_blocks, 1), k
+        assert k.waits, f"{k.kernel} must begin with wait_for_earlier(): it is launched while the one before still runs"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

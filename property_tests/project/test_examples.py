@@ -100,6 +100,16 @@ def test_hidden_states_of_a_hugging_face_folder(tmp_path: Path) -> None:
     assert run("hidden_states", tmp_path, folder) == run("hidden_states", tmp_path)
 
 
+def test_several_gpus_give_what_one_engine_gives(tmp_path: Path) -> None:
+    from ddtree import Engine, load_pair, load_prompts
+
+    target, drafter, _ = load_pair()
+    expected = Engine(target, drafter, budget=64, max_batch=4).generate(load_prompts().tokens[:12], 16)
+    told = run("several_gpus", tmp_path).splitlines()
+    assert told[0].startswith("Generation(12 prompts, 192 tokens, ")
+    assert told[1] == str(expected.tokens[0].tolist())
+
+
 def test_huggingface_ngrams_draws_its_figure(tmp_path: Path) -> None:
     for library in ("torch", "transformers"):
         if importlib.util.find_spec(library) is None:

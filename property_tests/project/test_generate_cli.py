@@ -77,6 +77,35 @@ def test_sampling_stops_and_several_requests_are_those_of_the_engine(run):
     assert {"request 0", "request 1"} <= set(re.findall(r"request \d", result.stdout))
 
 
+def test_prompts_spread_over_processes_come_out_as_from_one(run):
+    listed = [
+        argument for prompt in (PROMPT, PROMPT[::-1], PROMPT[:3]) for argument in ("--ids", ",".join(map(str, prompt)))
+    ]
+    options = ["--model", BUNDLE, *listed, "--max-new-tokens", 6, "--dtype", "float64", "--temperature", 0.7]
+    one, spread = run(*options), run(*options, "--devices", "cpu,cpu", "--save", "run.kdtr")
+    assert one.exit_code == spread.exit_code == 0, spread.output
+    assert spread.stdout.partition("seconds")[0].split() == one.stdout.partition("seconds")[0].split()
+    assert load_run("run.kdtr").settings["dtype"] == "float64"
+    two = run(*options, "--max-batch", 2)
+    assert two.stdout.partition("rounds")[0] == one.stdout.partition("rounds")[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--devices", "gpu0"], "'gpu0' must be all, or numbers of GPUs with commas between them"),
+        (["--devices", "cpu", "--backend", "nowhere"], "make_engine raised .* on CPU process 0: .*nowhere"),
+        (["--backend", "nowhere"], "nowhere"),
+        (["--dtype", "int8"], "'int8' is not one of"),
+        (["--max-batch", "0"], "0 is not in the range x>=1"),
+    ],
+)
+def test_where_it_cannot_run_is_told(run, options, message):
+    result = run("--model", BUNDLE, "--ids", IDS, *options)
+    assert result.exit_code == 2
+    assert re.search(message, " ".join(result.output.replace("│", " ").split()))
+
+
 def test_trees_as_text(run):
     text = "1 2 3 1 2 3 1 2"
     shown = run("--model", BUNDLE, "--ids", text, "--show-trees", "--max-new-tokens", 12, "--save", "run.kdtr").stdout

@@ -200,6 +200,8 @@ def test_what_does_not_belong_together_is_not_written(tmp_path):
     for other in (prompts[0][:5], np.append(prompts[0], 1), prompts[0][:0]):
         with pytest.raises(ValueError, match=rf"prompts\[0\] must have the 12 tokens .*, got {len(other)}$"):
             save_run(path, generation, [other])
+    with pytest.raises(ValueError, match=r"finish_reasons\[0\] must be 'length' or 'stop', to be kept, got 'error'"):
+        save_run(path, replace(generation, finish_reasons=["error"]), prompts)
     with pytest.raises(ValueError, match=r"generation: node_token_ids\[\d+\] must be in 0 … 1, got 2|token_ids"):
         save_run(path, generation, prompts, vocabulary=Vocabulary([b"a", b"b"]))
     with pytest.raises(TypeError, match="settings must be what JSON can hold: "):

@@ -1,0 +1,254 @@
+"""On a GPU: resident rounds in a CUDA graph have the tokens of the host's rounds, and wait for nothing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from dataclasses import fields, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddtree import reference
+from ddtree.drafters import NgramDrafter, NoiseLaw, OracleDrafter
+from ddtree.engine import Engine, NonFiniteLogitsError
+from ddtree.engine.graphs import Readback, captured
+from ddtree.engine.resident import RoundState
+from ddtree.model import golden_bundle, load_model
+from ddtree.property_tests.compare import assert_same
+from ddtree.property_tests.project.on_gpu import gpu_library, poison_outputs
+from ddtree.property_tests.targets import RandomDrafter
+
+VOCABULARY = 512
+
+
+@pytest.fixture
+def cupy() -> ModuleType:
+    return gpu_library("cupy")
+
+
+@functools.cache
+def model(where: str | None, dtype: str = "float64", bundle: str = "tiny") -> Any:
+    return load_model(golden_bundle(bundle), dtype=dtype, backend=where)
+
+
+def prompts(count: int, seed: int = 0) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCABULARY, rng.integers(1, 40)) for _ in range(count)]
+
+
+@functools.cache
+def expected(count: int, new: int, stops: tuple[int, ...] = (), temperature: float = 0.0) -> Any:
+    engine = Engine(model(None))
+    return engine.generate(prompts(count), new, stops, mode="autoregressive", temperature=temperature)
+
+
+DRAFTERS: dict[str, Any] = {
+    "oracle": lambda tokens: OracleDrafter(tokens, VOCABULARY),
+    "oracle with noise": lambda tokens: OracleDrafter(tokens, VOCABULARY, noise=NoiseLaw([[0.6, 0.3], [0.3, 0.3]])),
+    "n-gram": lambda tokens: NgramDrafter(),
+    "random": lambda tokens: RandomDrafter(5, VOCABULARY),
+}
+
+
+def assert_tokens(actual: Any, wanted: Any) -> None:
+    assert actual.finish_reasons == wanted.finish_reasons
+    for mine, its in zip(actual.tokens, wanted.tokens, strict=True):
+        assert_same(mine, its)
+
+
+@pytest.mark.parametrize("kind", ["autoregressive", *DRAFTERS])
+@pytest.mark.parametrize("max_batch", [1, 3, None])
+def test_tokens_are_those_of_the_host(cupy: ModuleType, kind: str, max_batch: int | None) -> None:
+    wanted = expected(7, 30)
+    stops = (int(wanted.tokens[3][9]), int(wanted.tokens[5][20]))
+    drafter = None if kind == "autoregressive" else DRAFTERS[kind](wanted.tokens)
+    engine = Engine(model("cupy"), drafter, depth=5, budget=20, max_batch=max_batch)
+    mode: Any = "autoregressive" if drafter is None else "tree"
+    for ends, temperature in (((), 0.0), (stops, 0.0), ((), 0.8), ((), 0.0)):
+        actual = engine.generate(prompts(7), 30, ends, mode=mode, temperature=temperature)
+        assert_tokens(actual, expected(7, 30, ends, temperature))
+    if kind == "oracle":
+        assert (actual.tau or 0) > 4
+
+
+def test_rounds_are_those_of_the_host(cupy: ModuleType) -> None:
+    wanted = expected(3, 24)
+    rounds = []
+    for where in (None, "cupy"):
+        engine = Engine(model(where), OracleDrafter(wanted.tokens, VOCABULARY), depth=4, budget=9)
+        rounds.append(engine.generate(prompts(3), 24, keep_rounds=True).rounds)
+    assert len(rounds[0]) == len(rounds[1])
+    for host, device in zip(*rounds, strict=True):
+        assert host.request_ids == device.request_ids
+        assert_same(device.target_token_ids, host.target_token_ids)
+        for record in ("tree", "acceptance"):
+            for f in fields(getattr(host, record)):
+                assert_same(*(np.asarray(getattr(getattr(r, record), f.name)) for r in (device, host)))
+
+
+@pytest.mark.parametrize("prefill_chunk", [3, 2048])
+def test_prompts_in_pieces(cupy: ModuleType, prefill_chunk: int) -> None:
+    actual = Engine(model("cupy"), prefill_chunk=prefill_chunk).generate(prompts(7), 30, mode="autoregressive")
+    assert_tokens(actual, expected(7, 30))
+
+
+def test_a_round_waits_for_nothing_and_keeps_to_the_callers_stream(cupy: ModuleType) -> None:
+    allow_synchronize = importlib.import_module("cupyx").allow_synchronize
+    wanted = expected(2, 40)
+    engine = Engine(model("cupy"), OracleDrafter(wanted.tokens, VOCABULARY), depth=3, budget=6)
+    engine.generate(prompts(2), 40)
+    (loop,) = engine.loops.all
+    streams = []
+    replay = loop.replay
+    assert replay is not None
+
+    def watched() -> None:
+        streams.append(cupy.cuda.get_current_stream().ptr)
+        with warnings.catch_warnings():  # that it does not find every wait
+            warnings.simplefilter("ignore")
+            with allow_synchronize(False):
+                replay()
+
+    loop.replay = watched
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        assert_tokens(engine.generate(prompts(2), 40), wanted)
+    assert set(streams) == {stream.ptr}
+
+
+def test_device_memory_does_not_grow(cupy: ModuleType) -> None:
+    wanted = expected(7, 30)
+    engine = Engine(model("cupy"), OracleDrafter(wanted.tokens, VOCABULARY), depth=5, budget=20, max_batch=2)
+    used = []
+    for _ in range(12):
+        assert_tokens(engine.generate(prompts(7), 30), wanted)
+        used.append(cupy.get_default_memory_pool().used_bytes())
+    assert used[-1] == used[2]
+
+
+def test_unusable_logits_name_their_request_and_the_engine_goes_on(cupy: ModuleType) -> None:
+    wanted = expected(2, 20)
+    target = load_model(golden_bundle(), dtype="float64", backend="cupy")
+    engine = Engine(target)
+    norm = target._norm.copy()
+    engine.generate(prompts(2), 20, mode="autoregressive")
+    target._norm[...] = cupy.nan
+    with pytest.raises(NonFiniteLogitsError, match="request 0"):
+        engine.generate(prompts(2), 20, mode="autoregressive")
+    target._norm[...] = norm
+    assert_tokens(engine.generate(prompts(2), 20, mode="autoregressive"), wanted)
+
+
+class Failing:
+    def __init__(self, fault: str) -> None:
+        self.fault, self.calls = fault, 0
+
+    def __call__(self, context: Any, depth: int, topk: int) -> Any:
+        self.calls += 1
+        shape = (len(context.request_ids), depth, 1)
+        log_probs, ids = np.full(shape, -1, np.float32), np.zeros(shape, np.int32)
+        if self.calls == 4:
+            if self.fault == "raises":
+                raise RuntimeError("no draft")
+            log_probs[1, 0] = np.nan
+        return log_probs, ids
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "said"), [("raises", RuntimeError, "no draft"), ("nan", ValueError, "request 1.*NaN")]
+)
+def test_a_drafter_that_fails_loses_no_tokens(cupy: ModuleType, fault: str, error: Any, said: str) -> None:
+    wanted = expected(3, 20)
+    engine = Engine(model("cupy"), Failing(fault), depth=3, budget=3)
+    with pytest.raises(error, match=said) as raised:
+        engine.generate(prompts(3), 20)
+    kept: Any = getattr(raised.value, "generation")  # noqa: B009 - unknown to its type
+    for mine, its in zip(kept.tokens, wanted.tokens, strict=True):
+        assert len(mine) >= 4
+        assert_same(mine, its[: len(mine)])
+    assert_tokens(engine.generate(prompts(3), 20), wanted)
+
+
+def test_no_room_on_the_device_is_said_and_the_engine_goes_on(cupy: ModuleType) -> None:
+    engine = Engine(model("cupy"))
+    with pytest.raises(MemoryError, match=r"no room for a cache of .* prompts\[0\], the longest"):
+        engine.generate(prompts(2), 2**30, mode="autoregressive")
+    assert_tokens(engine.generate(prompts(2), 20, mode="autoregressive"), expected(2, 20))
+
+
+@pytest.mark.parametrize("byte", [0xFF, 0x5A])
+def test_guard_draft_is_the_references(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
+    guard_draft = importlib.import_module("ddtree.kernels.cupy.guard_draft").guard_draft
+
+    poison_outputs(monkeypatch, ["guard_draft"], byte)
+    rng = np.random.default_rng(byte)
+    for _ in range(300):
+        B, L, K, V = rng.integers(1, 5), rng.integers(0, 12), rng.integers(1, 70), 80
+        log_probs = -np.sort(rng.integers(0, 40, (B, L, K)) / 4, axis=-1).astype(np.float32)
+        ids = rng.permuted(np.tile(np.arange(V), (B, L, 1)), axis=-1)[..., :K].astype(np.int32)
+        remaining = rng.integers(-1, 3, B).astype(np.int32)
+        for value, share in ((-np.inf, 0.02), (np.nan, 0.002), (1e-40, 0.001), (np.inf, 0.001)):
+            log_probs[rng.random(log_probs.shape) < share] = value
+        wrong = rng.random(ids.shape) < 0.002
+        ids[wrong] = rng.choice([-1, V, 3], wrong.sum())
+        wanted = reference.guard_draft(log_probs, ids, remaining, vocab_size=V)
+        actual = guard_draft(*map(cupy.asarray, (log_probs, ids, remaining)), vocab_size=V)
+        for mine, its in zip(actual, wanted, strict=True):
+            assert_same(mine.get(), its)
+
+
+def test_commit_round_is_the_references(cupy: ModuleType) -> None:
+    commit_round = importlib.import_module("ddtree.kernels.cupy.commit_round").commit_round
+
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        B, L, K = int(rng.integers(1, 9)), int(rng.integers(0, 9)), int(rng.integers(1, 5))
+        log_probs = -np.sort(rng.random((B, L, K)).astype(np.float32), axis=-1)
+        ids = rng.permuted(np.tile(np.arange(9), (B, L, 1)), axis=-1)[..., :K].astype(np.int32)
+        roots = rng.integers(0, 9, B).astype(np.int32)
+        tree = reference.build_tree(log_probs, ids, roots, budget=int(rng.integers(0, 20)))
+        remaining = rng.integers(0, 12, B).astype(np.int32)
+        choices = rng.integers(-1, 9, tree.token_ids.shape).astype(np.int32)
+        choices[rng.random(choices.shape) < 0.5] = int(ids[0, 0, 0]) if ids.size else 0
+        stops = np.array([4], np.int32)
+        acceptance = reference.accept_tree(tree, choices, remaining=remaining, stop_token_ids=stops)
+        lengths = rng.integers(1, 20, B).astype(np.int32)
+        ints = {name: rng.integers(0, 9, B).astype(np.int32) for name in ("prompt_lens", "kept", "running")}
+        state = RoundState(
+            tokens=rng.integers(0, 9, (B, 40)).astype(np.int32), lengths=lengths, roots=roots, remaining=remaining,
+            prefix_lens=lengths - 1, keys=np.zeros(B, np.int64), page_table=np.zeros((B, 1), np.int32), **ints,
+        )  # fmt: skip
+        faults = rng.integers(0, 5, (B, 2)).astype(np.int32)
+        record = np.full((B, L + 4), 77, np.int32)
+        arrays = {f.name: cupy.asarray(getattr(state, f.name)) for f in fields(state) if f.name != "hidden_states"}
+        on_gpu = RoundState(**arrays)
+        given = [
+            replace(r, **{k: cupy.asarray(v) for k, v in vars(r).items() if isinstance(v, np.ndarray)})
+            for r in (tree, acceptance)
+        ]
+        its_record = cupy.asarray(record)
+        commit_round(on_gpu, *given, cupy.asarray(faults), its_record)
+        reference.commit_round(state, tree, acceptance, faults, record)
+        assert_same(its_record.get(), record)
+        for name in arrays:
+            assert_same(getattr(on_gpu, name).get(), getattr(state, name))
+
+
+def test_a_capture_that_fails_leaves_the_stream_usable(cupy: ModuleType) -> None:
+    x = cupy.zeros(4)
+
+    def waits() -> None:
+        x[...] = x + 1
+        x.sum().get()
+
+    with pytest.raises(Exception, match=r"."):
+        captured(cupy, waits)
+    assert x.get().tolist() == [0.0] * 4
+    replay = captured(cupy, lambda: x.__iadd__(1))
+    replay()
+    replay()
+    assert Readback(cupy, [x]).wait()[0].tolist() == [2.0] * 4
