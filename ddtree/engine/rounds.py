@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -36,15 +35,11 @@ class HostRun(Run):
                         self.begin(admitted)
                     yield None
                 if self.active:
-                    with self.round_stream():
+                    with self.on_its_stream():
                         record = self.round()
                     yield record
         finally:
             self.forget()
-
-    def round_stream(self) -> AbstractContextManager[None]:
-        """Where a round works."""
-        return self.on_its_stream()
 
     def begin(self, requests: list[int]) -> None:
         """Run the prompts of ``requests`` and commit the token after each."""

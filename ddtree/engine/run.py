@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -198,30 +198,33 @@ class Run:
         hidden_states : list of dict of int to array
             Of the rows that the last pass added for each.
         """
-        context = DraftContext(
-            request_ids=list(self.active),
-            tokens=[self.committed.tokens(r) for r in self.active],
-            root_token_ids=roots.copy(),
-            hidden_states=hidden_states,
-            began=self.began,
-            ended=self.ended,
+        requests = list(self.active)
+        draft = self.ask(
+            DraftContext(
+                request_ids=list(requests),
+                tokens=[self.committed.tokens(r) for r in requests],
+                root_token_ids=roots.copy(),
+                hidden_states=hidden_states,
+                began=self.began,
+                ended=self.ended,
+            )
         )
-        return self.checked(self.answer(context))
+        return self.checked(draft)
 
-    def answer(self, context: DraftContext) -> Any:
-        """What the drafter says to ``context``, whatever that is."""
+    def ask(self, context: DraftContext) -> Any:
+        """The drafter's answer, whatever it is."""
         assert self.drafter is not None
         try:
             draft = self.drafter(context, self.plan.depth, self.plan.topk)
         except Exception as error:
-            requests = ", ".join(map(str, self.active))
+            requests = ", ".join(map(str, context.request_ids))
             error.add_note(f"drafter {name_of(self.drafter)} drafted for requests {requests}")
             raise
         self.began, self.ended = [], []
         return draft
 
     def checked(self, draft: Any) -> tuple[Any, Any]:
-        """A drafter's answer as two arrays, if it is of the form of a draft and no larger than asked for."""
+        """An answer of the form of a draft of the active requests, no larger than asked for."""
         assert self.drafter is not None
         return checked_draft(self.drafter, draft, (len(self.active), self.plan.depth, self.plan.topk), self.drafted)
 
@@ -289,18 +292,9 @@ class Run:
         array = to_numpy(array) if self.xp is np else self.xp.asarray(import_array(array))
         return self.xp.ascontiguousarray(array)
 
-    @contextmanager
-    def on_its_stream(self) -> Iterator[None]:
+    def on_its_stream(self) -> AbstractContextManager[None]:
         """Work where the target's cache is, on the stream that its library works on now."""
-        with use_stream_of(self.cache.like):
-            yield
-
-    def clock(self, stage: str = "", since: float = 0.0) -> float:
-        """The time; what has passed since another counts for ``stage``."""
-        now = time.perf_counter()
-        if stage:
-            self.seconds[stage] += now - since
-        return now
+        return use_stream_of(self.cache.like)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from ddtree.arrays import array_kind, import_array, to_numpy, use_stream_of
 from ddtree.checks import FLOATS
 from ddtree.engine import Emission, Engine, Generation
-from ddtree.engine.run import Plan, Run
 from ddtree.interop.huggingface_cache import CacheView, ModelCache, layer_kinds
 from ddtree.protocols import Drafter, TargetOutput
 from ddtree.trees import DraftTree, chain_tree, tree_from_parents
@@ -168,8 +167,8 @@ class DDTreeDecoder(Engine):
             rows, max_new_tokens, self.stop_token_ids if stop_token_ids is None else stop_token_ids, **options
         )
 
-    def new_run(self, plan: Plan, *arguments: Any) -> Run:
-        """Open a generation: on a GPU, one whose rounds are graphs before and after the model's forward."""
+    def new_run(self, plan: Any, *arguments: Any) -> Any:
+        """Open a generation whose arguments have been checked."""
         if not self.target.on_gpu or plan.policy is not None or self.backend not in (None, "cupy"):
             return super().new_run(plan, *arguments)  # a policy or a backend of the caller's works as it likes
         from ddtree.interop.huggingface_rounds import DeviceRun

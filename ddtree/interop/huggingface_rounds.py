@@ -14,6 +14,7 @@ import contextlib
 import functools
 import itertools
 import struct
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +29,6 @@ from ddtree.engine import Round
 from ddtree.engine.rounds import HostRun
 from ddtree.interop.huggingface_cache import ModelCache
 from ddtree.interop.mirror import Where, looked_at, mirror_size, new_mirror
-from ddtree.kernels import numba_cpu
 from ddtree.kernels.cupy.copy_rows import word_of
 from ddtree.protocols import DraftContext
 from ddtree.trees import Acceptance, DraftTree
@@ -66,42 +66,50 @@ class DeviceRun(HostRun):
             self._batch.close()
             self._batch = None
 
-    def round_stream(self) -> AbstractContextManager[None]:
-        """Anywhere: graphs are told theirs."""
+    def on_its_stream(self) -> AbstractContextManager[None]:
+        """Nothing: graphs are told their stream."""
         return contextlib.nullcontext()
+
+    def begin(self, requests: list[int]) -> None:
+        """Run the prompts of ``requests`` and commit the token after each."""
+        with use_stream_of(self.cache.like):
+            super().begin(requests)
 
     def round(self) -> Round:
         """Draft, check, commit; finished requests leave."""
-        start = self.clock()
+        start = self._clock()
         batch = self._batch
         if batch is None or batch.requests != self.active:
             self._close()
             with use_stream_of(self.cache.like):
                 batch = self._batch = _Batch(self)
         batch.stream = stream_of(self.cache.like)
-        prefix_lens = (self.committed.lengths[batch.rows] - 1).tolist()
+        requests = batch.indices
+        prefix_lens = (self.committed.lengths[requests] - 1).tolist()
         tree_row = self.cache.arrange(batch.requests, prefix_lens)
         width = 1 if self.drafter is None else self._take_draft(batch)
-        drafted = self.clock("draft", start)
+        drafted = self._clock("draft", start)
         inputs = batch.build(prefix_lens, tree_row)
-        built = self.clock("build_tree", drafted)
+        built = self._clock("build_tree", drafted)
         logits, hidden = self.target.run(inputs, self.cache.past, self.hidden_layers)
-        passed = self.clock("forward", built)
+        passed = self._clock("forward", built)
         emitted = batch.accept(logits)
         record = batch.record(width)
-        shown = batch.shown(hidden, self.hidden_layers, emitted) if self.hidden_layers else [{} for _ in emitted]
+        shown = batch.shown(hidden, self.hidden_layers, emitted) if self.hidden_layers else None
         self.emissions = []
-        ended = self.commit(batch.rows, emitted[:, 1:], emitted[:, 0])
+        ended = self.commit(requests, emitted[:, 1:], emitted[:, 0])
         self.ended += ended
-        self.hidden_states = dict(zip(batch.requests, shown, strict=True))
-        for request in ended:
-            del self.hidden_states[request]
-        self.clock("accept_tree", passed)
+        for b, request in enumerate(batch.requests):
+            if request in ended:
+                del self.hidden_states[request]
+            else:
+                self.hidden_states[request] = {} if shown is None else shown[b]
+        self._clock("accept_tree", passed)
         return record
 
     def _take_draft(self, batch: _Batch) -> int:
         """Have the drafter's answer where the tree is built from; return its candidates a depth."""
-        draft = self.answer(self._context(batch))
+        draft = self.ask(self._context(batch))
         form = batch.known_form(draft)
         if form is None:
             with use_stream_of(self.cache.like):
@@ -112,16 +120,23 @@ class DeviceRun(HostRun):
     def _context(self, batch: _Batch) -> DraftContext:
         return _Context(
             request_ids=list(batch.requests),
-            tokens=[self.committed.tokens(request) for request in batch.requests],
-            root_token_ids=functools.partial(self._sent, self.committed.roots(batch.rows)),
+            tokens=[self.committed.tokens(r) for r in batch.requests],
+            root_token_ids=functools.partial(self._sent, self.committed.roots(batch.indices)),
             hidden_states=[self.hidden_states[r] for r in batch.requests],
             began=self.began,
             ended=self.ended,
         )
 
-    def _sent(self, numbers: Any) -> Any:
+    def _sent(self, numbers: NDArray[np.int32]) -> Any:
         with use_stream_of(self.cache.like):
-            return self.xp.array(numbers, np.int32)
+            return self.xp.array(numbers)
+
+    def _clock(self, stage: str = "", since: float = 0.0) -> float:
+        """The time; what has passed since another counts for ``stage``."""
+        now = time.perf_counter()
+        if stage:
+            self.seconds[stage] += now - since
+        return now
 
     def drafted(self, array: Any) -> Any:
         """A drafter's array where it is: on the host it is checked before it is sent."""
@@ -132,7 +147,9 @@ class DeviceRun(HostRun):
         """Raise what is wrong with a draft, naming drafter and request."""
         roots = self._sent(self.committed.roots(np.array(self.active)))
         with use_stream_of(self.cache.like):
-            self.likeliest_tree(self.native(log_probs), self.native(token_ids), roots, 0)
+            log_probs, token_ids = self.native(log_probs), self.native(token_ids)
+            self.refuse_nan(log_probs)
+            self.likeliest_tree(log_probs, token_ids, roots, 0)
         raise AssertionError("a draft was found at fault, and its check finds nothing")
 
 
@@ -202,8 +219,8 @@ class _Built(NamedTuple):
     tree: DraftTree
     inputs: dict[str, Any]
     positions: Any
-    fault: Any
-    """As the host sees it, once it has been read back."""
+    faults: NDArray[np.int32]
+    """Of the draft, as the host sees them once they have been read back."""
     end: int
 
 
@@ -220,8 +237,7 @@ class _Batch:
     """What the rounds of some requests work on, at fixed addresses."""
 
     def __init__(self, run: DeviceRun) -> None:
-        self.run, self.requests = run, list(run.active)
-        self.rows = np.array(self.requests)
+        self.run, self.requests, self.indices = run, list(run.active), np.array(run.active)
         xp, cache = run.xp, run.cache
         like = import_array(cache.like)
         depth, budget, topk = run.plan[:3]
@@ -293,16 +309,16 @@ class _Batch:
         return self._form
 
     def take(self, draft: Any, form: _Form) -> None:
-        """Have a draft where its rows are read from; on the host it is checked here, on the device with the tree."""
+        """Have a draft where its rows are read from; it is checked there, and what was found is read with the rest."""
         log_probs, token_ids = draft
+        self._refuse = functools.partial(self.run.refuse, log_probs, token_ids)
         if form.to is None:
-            self._refuse = functools.partial(self.run.refuse, log_probs, token_ids)
             self._held = log_probs, token_ids = self._tensor(log_probs), self._tensor(token_ids)
             self._at = log_probs.data_ptr(), form.width, token_ids.data_ptr(), form.width
             return
         log_probs, token_ids = import_array(log_probs), import_array(token_ids)
-        if numba_cpu.find_draft_fault(log_probs, token_ids, self.run.engine.vocab_size)[0]:
-            self.run.refuse(log_probs, token_ids)
+        if token_ids.dtype == np.int64:  # no id that 32 bits would change may pass for another one
+            token_ids = token_ids.clip(-1, INT32_MAX)
         form.to[0][...], form.to[1][...] = log_probs, token_ids
         self._at = form.at
 
@@ -320,10 +336,9 @@ class _Batch:
 
     def build(self, prefix_lens: list[int], tree_row: int) -> dict[str, Any]:
         """Build the trees, and return what the model is given."""
-        rows, places = self.rows, self.run.cache.geometry(self.shape[1], tree_row)
-        committed = self.run.committed
-        roots, remaining = committed.roots(rows).tolist(), committed.remaining[rows].tolist()
-        self._packed[0].pack_into(self._host[0], 0, *roots, *prefix_lens, *remaining, *[tree_row] * len(rows))
+        committed, places = self.run.committed, self.run.cache.geometry(self.shape[1], tree_row)
+        roots, remaining = committed.roots(self.indices).tolist(), committed.remaining[self.indices].tolist()
+        self._packed[0].pack_into(self._host[0], 0, *roots, *prefix_lens, *remaining, *[tree_row] * len(roots))
         self._packed[1].pack_into(self._host[1], 0, *itertools.chain(*places), *self._at)
         self.built: _Built = self._build(self.stream)
         columns = [place[2] for place in places]
@@ -346,11 +361,12 @@ class _Batch:
             kernels.copy_rows(self._slots[0], self.log_probs, fill=0xFF800000)  # minus infinity
             kernels.copy_rows(self._slots[1], self.token_ids, fill=0xFFFFFFFF)
         with self._results.arrays():
-            tree = self.ops["build_tree"](self.log_probs, self.token_ids, self.roots, budget=self.shape[1] - 1)
+            draft = self.log_probs, self.token_ids
+            log_probs, faults = kernels.guard_draft(*draft, self.remaining, vocab_size=target.vocab_size)
+            tree = self.ops["build_tree"](log_probs, self.token_ids, self.roots, budget=self.shape[1] - 1)
             most = INT32_MAX if target.max_context is None else target.max_context - 1
             sizes = {"vocab_size": target.vocab_size, "max_position": most}
             inputs = kernels.tree_inputs(tree, self.prefix_lens, **sizes)
-            fault = kernels.find_draft_fault(self.log_probs, self.token_ids, target.vocab_size)
             positions = None
             if run.sampling["temperature"] > 0:
                 positions = self.ops["tree_positions"](tree.depths, self.prefix_lens)
@@ -358,7 +374,7 @@ class _Batch:
                 kernels.tree_mask(tree, self.prefix_lens, geometry, import_array(mask), window=kind.window)
         exported = (export_array(array, run.cache.like) for array in inputs)
         named = dict(zip(("input_ids", "position_ids"), exported, strict=True))
-        return _Built(tree, named, positions, self._results.on_host(fault), self._results.used)
+        return _Built(tree, named, positions, self._results.on_host(faults), self._results.used)
 
     # After it
 
@@ -380,9 +396,9 @@ class _Batch:
         self._round: _Accepted = self._accept(self.stream)
         self._results.used = self._round.end
         self._wait()
-        if self._refuse is not None and self.built.fault[0] != -1:
+        if self._refuse is not None and self.built.faults.any():
             self._refuse()
-        emitted: NDArray[np.int32] = self._round.emitted.copy()
+        emitted: NDArray[np.int32] = self._round.emitted
         return emitted
 
     def _wait(self) -> None:
@@ -419,8 +435,8 @@ class _Batch:
         """Return the hidden states of each request's kept nodes, of which there are as many as tokens emitted."""
         nodes = export_array(self._round.kept.node_indices, self.run.cache.like)
         return [
-            {layer: hidden[layer][b].index_select(0, nodes[b, :count]) for layer in layers}
-            for b, count in enumerate(emitted[:, 0].tolist())
+            {layer: hidden[layer][b].index_select(0, nodes[b, :n]) for layer in layers}
+            for b, n in enumerate(emitted[:, 0].tolist())
         ]
 
 
@@ -452,8 +468,9 @@ def _results_size(B: int, N: int, depth: int, topk: int) -> int:
 
     slots: list[tuple[tuple[int, ...], Any]] = [((B, N), np.int32)] * 8 + [((B, N), np.int64)] * 3
     requests: list[tuple[tuple[int, ...], Any]] = [((B,), np.int64)] * 5 + [((B, depth + 2), np.int32)] * 2
+    draft: tuple[tuple[int, ...], Any] = (B, depth, topk), np.float32
     work = paths_size(N - 1, depth, min(topk, N - 1), 4)
-    return mirror_size(*slots, *requests, ((B, N, -(-N // 32)), np.uint32), ((B, work), np.uint8))
+    return mirror_size(*slots, *requests, draft, ((B, N, -(-N // 32)), np.uint32), ((B, work), np.uint8))
 
 
 class _Replay:

@@ -67,7 +67,16 @@ class Array:
         return Array.over(value, self.memory) if isinstance(value, np.ndarray) else value
 
     def __getitem__(self, place):
-        return self._same(self.host[place])
+        return self._same(self.host[host_of(place)])
+
+    def __setitem__(self, place, value):
+        self.host[host_of(place)] = host_of(value)
+
+    def __eq__(self, other):
+        return self._same(self.host == host_of(other))
+
+    def __and__(self, other):
+        return self._same(self.host & host_of(other))
 
     def __iter__(self):
         return (self[i] for i in range(len(self.host)))
@@ -236,12 +245,6 @@ def kernel(function):
     return launched
 
 
-def find_draft_fault(log_probs, token_ids, vocab_size):
-    """The reference's, as one number."""
-    code, b, d, k = reference.find_draft_fault(log_probs, token_ids, vocab_size)
-    return np.array([-1 if code == 0 else ((b * log_probs.shape[1] + d) << 32) + (k << 3) + code])
-
-
 def copy_rows(slot, out, *, word=4, fill=0):
     """Rows from where the slot says."""
     if out.size == 0:
@@ -258,20 +261,15 @@ def copy_rows(slot, out, *, word=4, fill=0):
 
 IN_PLACE = (copy_rows, reference.tree_mask, reference.compact_layers)
 OPS = (
-    "build_tree",
-    "tree_positions",
-    "choose_tokens",
-    "accept_tree",
-    "tree_inputs",
-    "emitted_tokens",
-    "topk_log_probs",
+    *("build_tree", "tree_positions", "choose_tokens", "accept_tree"),
+    *("guard_draft", "tree_inputs", "emitted_tokens"),
 )
 
 
 def module_of_kernels():
     """What is ``ddtree.kernels.cupy``."""
     functions = [getattr(reference, op) for op in OPS]
-    named = {f.__name__: kernel(f) for f in (*functions, *IN_PLACE, find_draft_fault)}
+    named = {f.__name__: kernel(f) for f in (*functions, *IN_PLACE)}
     return SimpleNamespace(
         **named, __name__="ddtree.kernels.cupy", array_kind="cupy", layer_table=reference.layer_table
     )
@@ -306,6 +304,8 @@ def install(monkeypatch):
     rounds: Any = importlib.import_module("ddtree.interop.huggingface_rounds")
     huggingface: Any = importlib.import_module("ddtree.interop.huggingface")
     named: dict[str, Any] = {"empty": Array, "array": array, "asarray": asarray, "ascontiguousarray": ascontiguousarray}
+    named |= {"zeros": lambda shape, dtype: array(np.zeros(shape, dtype)), "isnan": lambda a: array(np.isnan(a.host))}
+    named |= {"cumsum": lambda a, axis: array(np.cumsum(host_of(a), axis))}
     named |= {"full": lambda shape, value, dtype: array(np.full(shape, value, dtype))}
     fake = SimpleNamespace(__name__="cupy", ndarray=Array, cuda=CUDA, **named)
     kernels = module_of_kernels()

@@ -173,7 +173,6 @@ def test_a_drafter_that_asks_is_shown_the_hidden_states_of_the_accepted_rows(gpu
     "fault",
     [
         lambda monkeypatch: monkeypatch.setattr(DeviceMirror, "send", lambda self: None),
-        lambda monkeypatch: monkeypatch.setattr(DeviceMirror, "fetch", lambda self: None),
         lambda monkeypatch: monkeypatch.setattr(rounds._Form, "at", (0, 0, 0, 0), raising=False),
     ],
 )

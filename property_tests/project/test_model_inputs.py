@@ -12,14 +12,13 @@ from hypothesis import given, settings
 
 from ddtree import reference
 from ddtree.interop.layouts import additive_mask
-from ddtree.kernels.cupy.find_draft_fault import decoded_fault
 from ddtree.property_tests.compare import assert_same
 from ddtree.property_tests.project.on_gpu import gpu_library, poison_outputs
 from ddtree.property_tests.strategies import parent_arrays
 from ddtree.trees import Acceptance, tree_from_parents
 
 FLOATS = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
-LAUNCHERS = ("compact_layers", "emitted_tokens", "find_draft_fault", "tree_inputs")
+LAUNCHERS = ("compact_layers", "emitted_tokens", "tree_inputs")
 
 
 @st.composite
@@ -178,23 +177,6 @@ def test_layers_on_a_gpu_are_compacted_as_the_reference_does(cp):
     check_compaction(cp)
 
 
-@pytest.mark.parametrize("k", [1, 5, 64, 300])
-def test_a_fault_of_a_draft_on_a_gpu_is_the_references(cp, k):
-    rng, found = np.random.default_rng(k), set()
-    for _ in range(60):
-        log_probs = -np.sort(rng.integers(0, 40, (2, 3, k)) / 8).astype(np.float32)
-        token_ids = np.stack([rng.permutation(k + 9)[:k] for _ in range(6)]).reshape(2, 3, k).astype(np.int32)
-        for _ in range(int(rng.integers(0, 4))):
-            place = tuple(rng.integers(0, log_probs.shape))
-            log_probs[place] = rng.choice([1e-40, 0.5, -np.inf, np.nan, -9.0])
-            token_ids[tuple(rng.integers(0, log_probs.shape))] = rng.choice([-1, k + 9, 0, 1])
-        fault = kernels.find_draft_fault(cp.asarray(log_probs), cp.asarray(token_ids), k + 9)
-        wanted = reference.find_draft_fault(log_probs, token_ids, k + 9)
-        assert decoded_fault(int(fault.get()[0]), 3) == wanted
-        found.add(wanted[0])
-    assert {0, 1} <= found
-
-
 @pytest.mark.parametrize("rows, pitch, width", [(1, 4096, 4096), (14, 64, 64), (14, 64, 5), (3, 1, 0), (700, 9, 3)])
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_rows_are_copied_from_where_a_number_says(cp, rows, pitch, width, dtype):
@@ -230,8 +212,3 @@ def test_whole_arrays_are_copied_by_their_widest_word(cp, nbytes, word):
     slot = cp.array([data.data.ptr, nbytes // word])
     copy_rows.copy_rows(slot, out.reshape(1, -1), word=word)
     assert_same(out.get(), data.get())
-
-
-def test_a_fault_is_a_number_from_row_rank_and_code():
-    assert decoded_fault(-1, 7) == (0, 0, 0, 0)
-    assert decoded_fault((9 << 32) + (5 << 3) + 4, 7) == (4, 1, 2, 5)
