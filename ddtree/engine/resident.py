@@ -332,20 +332,21 @@ class ResidentRun(Run):
     def fill(self, slots: list[int], requests: list[int], choices: Any) -> None:
         """Set the state of slots to that of requests whose prompts have been run."""
         s, xp = self.loop.state, self.xp
-        at = xp.asarray(np.array(slots))
+        in_row = slots == list(range(slots[0], slots[0] + len(slots)))  # slices cost less than lists of places
+        rows = xp.asarray(np.array(slots))
+        at = slice(slots[0], slots[0] + len(slots)) if in_row else rows
         prompts = np.zeros((len(slots), int(self.committed.prompt_lens[requests].max())), np.int32)
         for row, request in zip(prompts, requests, strict=True):
             row[: self.committed.prompt_lens[request]] = self.committed.prompt(request)
-        s.tokens[at, : prompts.shape[1]] = xp.asarray(prompts)
-        s.page_table[at, : self.table.shape[1]] = xp.asarray(self.table[requests])
         lens = xp.asarray(self.committed.prompt_lens[requests].astype(np.int32))
         left = xp.asarray(self.committed.remaining[requests].astype(np.int32) - 1)
         ended = (choices < 0) | (choices[:, None] == self.loop.stops).any(axis=1)
-        left = xp.where(ended, 0, left).astype(np.int32)
-        s.tokens[at, lens] = choices
+        s.tokens[at, : prompts.shape[1]] = xp.asarray(prompts)
+        s.tokens[rows, lens] = choices
+        s.page_table[at, : self.table.shape[1]] = xp.asarray(self.table[requests])
         s.lengths[at], s.prefix_lens[at], s.prompt_lens[at] = lens + 1, lens, lens
-        s.roots[at], s.remaining[at], s.kept[at] = xp.maximum(choices, 0), left, 0
-        s.running[at] = (left > 0).astype(np.int32)
+        s.roots[at], s.remaining[at], s.kept[at] = xp.maximum(choices, 0), xp.where(ended, 0, left), 0
+        s.running[at] = s.remaining[at] > 0
         s.keys[at] = xp.asarray(self.keys[requests])
 
     def is_of_use(self) -> bool:

@@ -1,14 +1,15 @@
 """Launches of ``linear.cu``, and what the launchers that multiply by few rows share."""
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from ddtree.kernels.cupy.cublas import MOST_FEW, matmul
-from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, multiprocessors, suffix_of
+from ddtree.kernels.cupy.program import SUFFIXES, blocks_for, contiguous, empty, launch, multiprocessors
 from ddtree.kernels.cupy.rms_norm import rms_norm
 
-__all__ = ["Form", "linear", "multiply", "sum_type"]
+__all__ = ["Form", "form_of", "linear", "multiply", "sum_type"]
 
 FMA_PARTS, MMA_PARTS = 4, 8
 """The most warps of a block: parts of the columns."""
@@ -68,13 +69,13 @@ class Form:
         Whether elements are loaded one by one, since 16 bytes are not aligned.
     """
 
-    def __init__(self, x: Any, weight: Any, *, gated: bool = False, by_ring: bool = False, long: bool = False) -> None:
-        D, size = weight.shape[-1], weight.dtype.itemsize
-        mixed = x.dtype != weight.dtype
-        if mixed and (str(x.dtype), str(weight.dtype)) != ("bfloat16", "float32"):
-            raise TypeError(f"weight must be {x.dtype} like x, or float32 beside bfloat16, got {weight.dtype}")
-        self.suffix = f"{suffix_of(x)}_f32" if mixed else suffix_of(x)
-        self.any = D == 0 or D * size % 16 != 0 or weight.data.ptr % 16 != 0
+    def __init__(self, types: tuple[Any, Any], D: int, aligned: bool, gated: bool, by_ring: bool, long: bool) -> None:
+        of_x, of_weight = types
+        size, mixed = of_weight.itemsize, of_x != of_weight
+        if mixed and (str(of_x), str(of_weight)) != ("bfloat16", "float32"):
+            raise TypeError(f"weight must be {of_x} like x, or float32 beside bfloat16, got {of_weight}")
+        self.suffix = f"{SUFFIXES[str(of_x)]}_f32" if mixed else SUFFIXES[str(of_x)]
+        self.any = D == 0 or D * size % 16 != 0 or not aligned
         self.by_mma = size == 2 and not self.any
         self.columns = 1 if self.any else 16 // size
         if self.by_mma:
@@ -122,6 +123,14 @@ class Form:
         return all(n % (self.columns * size) == 0 for n in (array.data.ptr, *across))
 
 
+def form_of(x: Any, weight: Any, *, gated: bool = False, by_ring: bool = False, long: bool = False) -> Form:
+    """The form of a product of rows x (…, D) with a weight (…, D)."""
+    return _form((x.dtype, weight.dtype), weight.shape[-1], weight.data.ptr % 16 == 0, gated, by_ring, long)
+
+
+_form = functools.cache(Form)
+
+
 def multiply(
     kind: str,
     x: Any,
@@ -141,7 +150,7 @@ def multiply(
     (M, H, D), rows = x.shape, weight.shape[1]
     outputs = rows // 2 if kind == "gated" else rows
     weight = contiguous(weight)
-    form = Form(x, weight, gated=kind == "gated", by_ring=H == 1 and weight.size >= LARGE)
+    form = form_of(x, weight, gated=kind == "gated", by_ring=H == 1 and weight.size >= LARGE)
     if form.by_ring and gain is not None:
         x, gain = rms_norm(x, gain, eps=eps), None
     if not form.takes(x):

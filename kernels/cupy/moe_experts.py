@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ddtree.kernels.cupy.linear import LONG, Form, sum_type
+from ddtree.kernels.cupy.linear import LONG, sum_type
 from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, suffix_of
 
 __all__ = ["moe_experts"]
@@ -38,7 +38,7 @@ def moe_experts(
     sizes = [np.int32(n) for n in (M, K, routed, shared, D, inner)]
 
     def multiply(kind: str, source: Any, matrices: Any, rows: int, result: Any, *, normed: bool) -> None:
-        form = Form(source, matrices, long=D * inner >= LONG)
+        form = form_of(source, matrices, long=D * inner >= LONG)
         if not form.takes(source):
             source = contiguous(source)
         tile = form.tile(M) if form.by_mma else FMA_TILE

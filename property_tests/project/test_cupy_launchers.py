@@ -12,7 +12,7 @@ import pytest
 
 from ddtree.kernels.cupy import cublas, program
 from ddtree.kernels.cupy.build_tree import most_kept, paths_size
-from ddtree.kernels.cupy.linear import Form
+from ddtree.kernels.cupy.linear import form_of
 from ddtree.kernels.cupy.program import PROGRAMS, program_source
 from ddtree.kernels.cupy.topk_log_probs import power_of_2
 from ddtree.kernels.cupy.verify_attention import plain_parts
@@ -66,7 +66,7 @@ def on_device(dtype, *shape, address=512):
 )
 def test_forms(dtype, D, threads, names):
     """A weight alone decides how columns are shared; the rows, how many are taken at once. Each is a kernel."""
-    form = Form(on_device(dtype, 3, D), on_device(dtype, 1, 40, D))
+    form = form_of(on_device(dtype, 3, D), on_device(dtype, 1, 40, D))
     assert form.threads == threads
     assert [form.name("linear", form.tile(M)) for M in (1, 2, 3, 8, 65)] == [f"linear_{name}" for name in names]
     assert (form.by_mma, form.any) == (names[0] == "8_bf16", names[0].startswith("any"))
@@ -74,15 +74,15 @@ def test_forms(dtype, D, threads, names):
 
 def test_forms_of_unaligned_and_unlike_arrays():
     weight = on_device(np.float32, 1, 4, 64)
-    assert Form(on_device(np.float32, 1, 64), on_device(np.float32, 1, 4, 64, address=520)).any
-    form = Form(on_device(np.float32, 1, 64), weight)
+    assert form_of(on_device(np.float32, 1, 64), on_device(np.float32, 1, 4, 64, address=520)).any
+    form = form_of(on_device(np.float32, 1, 64), weight)
     assert form.takes(on_device(np.float32, 2, 64))
     assert not form.takes(on_device(np.float32, 2, 64, address=516))
     assert not form.takes(on_device(np.float32, 2, 66)), "its second row is not aligned"
     assert form.takes(on_device(np.float32, 1, 66)), "it has no second row"
-    assert Form(on_device(ml_dtypes.bfloat16, 1, 64), weight).suffix == "bf16_f32"
+    assert form_of(on_device(ml_dtypes.bfloat16, 1, 64), weight).suffix == "bf16_f32"
     with pytest.raises(TypeError, match=r"weight must be float16 like x, or float32 beside bfloat16, got float32"):
-        Form(on_device(np.float16, 1, 64), weight)
+        form_of(on_device(np.float16, 1, 64), weight)
 
 
 def test_a_product_that_cublas_refuses_is_an_error():

@@ -159,6 +159,7 @@ def test_a_captured_pass_replayed_equals_an_eager_one(cp, name, dtype):
     cache = sent(cp, empty_cache(model, [64] * 3, page_size=8))
     cache.data[...] = cp.asarray(rng.standard_normal(cache.data.shape).astype(model.dtype))
     tree = on_device(cp, trees(0, [9, 9, 9], V))
+    cp.cuda.Device().synchronize()  # what was sent is there for another stream
     with stream:
         model.forward(tree, cache, hidden_layers=(1,))
         stream.synchronize()
