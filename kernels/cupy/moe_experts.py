@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ddtree.kernels.cupy.linear import LONG, sum_type
+from ddtree.kernels.cupy.linear import LONG, form_of, sum_type
 from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, suffix_of
 
 __all__ = ["moe_experts"]

@@ -157,7 +157,9 @@ def made_report():
     report = Report({"devices": ["CPU: a machine"]}, sizes, round_us={"ddtree": 41.0, "published loop": 1020.0})
 
     def add(section, who, new, rate, batch=1, tau=None):
-        report.speeds.append(Speed(section, "0.7 B", "float32", who, batch, new, [batch * new / rate], tau))
+        # rounds take the time of all tokens but the prefill's
+        of_rounds = [] if section == "peer" else [batch * (new - 1) / (2 * rate)]
+        report.speeds.append(Speed(section, "0.7 B", "float32", who, batch, new, [batch * new / rate], tau, of_rounds))
 
     add("peer", "transformers", 64, 50)
     add("autoregressive", "autoregressive", 64, 1001)
@@ -173,8 +175,8 @@ def test_targets_are_ratios_of_what_belongs_together():
     got = {t.what.rpartition(": ")[2]: (t.goal, round(t.got, 2), t.met) for t in targets(made_report())}
     assert got == {
         "autoregressive, times transformers' generate": (20.0, 20.02, True),
-        "best DDTree, times autoregressive": (5.0, 5.09, True),
-        "batch 32, times batch 1": (20.0, 19.09, False),
+        "rounds of the best DDTree, times autoregressive ones": (5.0, 5.09, True),
+        "rounds of batch 32, times those of batch 1": (20.0, 19.09, False),
         "µs of a round without model and drafter, 64 nodes": (40.0, 41.0, False),
     }
 
@@ -183,8 +185,8 @@ def test_page_and_bars_show_the_report():
     report = made_report()
     text = page(report)
     assert "| 0.7 B, float32: autoregressive, times transformers' generate | 20 | 20 | met |" in text
-    assert "| DDTree, 7 nodes | 1 | 256 | 5,600 |  | 5.09 | 8.00 |" in text
-    assert "| autoregressive | 1 | 64 | 1,001 | 20 |  |  |" in text
+    assert "| DDTree, 7 nodes | 1 | 256 | 5,600 |  | 5.09 | 11,200 | 8.00 |" in text
+    assert "| autoregressive | 1 | 64 | 1,001 | 20 |  | 2,002 |  |" in text
     ((label, bars),) = decoding_report._bars(report, "0.7 B")
     assert label == "float32"
     assert bars["autoregressive"] == pytest.approx(1100)
