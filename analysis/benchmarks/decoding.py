@@ -5,8 +5,8 @@ batches, and of draft trees under an oracle; what a round costs beside the model
 target pass by nodes and context, written as cost models. Every mode's tokens are compared with those of autoregressive
 decoding. Results are written after each measurement, and what fails is a line of the report: the others go on.
 
-Tokens a second are all new tokens over the wall time of the whole call, its prefill included. Our own modes are compared
-by what a round gives: new tokens but the prefill's over the time of the rounds.
+Tokens a second are all new tokens over the wall time of the whole call, its prefill included. Our own modes are
+compared by what a round gives: new tokens but the prefill's over the time of the rounds.
 """
 
 from __future__ import annotations
