@@ -26,7 +26,6 @@ __all__ = [
     "compact_layers",
     "copy_rows",
     "emitted_tokens",
-    "find_draft_fault",
     "guard_draft",
     "head_linear",
     "linear",

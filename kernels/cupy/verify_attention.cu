@@ -91,19 +91,18 @@ template <typename Real> __device__ __forceinline__ Real max_of_warp(Real x)
 
 // The sum over a warp's lanes of each of 32 numbers, number i to lane i: half of them at each step to the other half of
 // the lanes, in 31 exchanges where one sum after the other would take 160.
-template <typename Real> __device__ __forceinline__ Real sums_of_warp(Real (&x)[32])
+template <int32 HALF = 16, typename Real> __device__ __forceinline__ Real sums_of_warp(Real (&x)[32])
 {
-    const int32 lane = threadIdx.x % 32;
+    const bool upper = threadIdx.x & HALF;
     #pragma unroll
-    for (int32 d = 16; d > 0; d /= 2) {
-        const bool upper = lane & d;
-        #pragma unroll
-        for (int32 i = 0; i < d; ++i) {
-            const Real sent = upper ? x[i] : x[i + d];
-            x[i] = (upper ? x[i + d] : x[i]) + __shfl_xor_sync(ALL_LANES, sent, d);
-        }
+    for (int32 i = 0; i < HALF; ++i) {
+        const Real kept = upper ? x[i + HALF] : x[i], sent = upper ? x[i] : x[i + HALF];
+        x[i] = kept + __shfl_xor_sync(ALL_LANES, sent, HALF);
     }
-    return x[0];
+    if constexpr (HALF > 1)
+        return sums_of_warp<HALF / 2>(x);
+    else
+        return x[0];
 }
 
 // Adds to the scores of a warp's keys for all rows what their elements add, W neighbours a lane at a time.
@@ -332,7 +331,7 @@ __device__ __forceinline__ void merge(
     }
 DDTREE_PLAIN(f16, __half, float, 1)
 DDTREE_PLAIN(bf16, __nv_bfloat16, float, 2)
-DDTREE_PLAIN(f32, float, float, 2)
+DDTREE_PLAIN(f32, float, float, 1)
 DDTREE_PLAIN(f64, double, double, 1)
 
 // ---------------------------------------------------------------------------------------------------------- version 2

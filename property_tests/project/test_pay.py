@@ -34,7 +34,9 @@ class Recorded:
 
     def __call__(self, context, depth, topk):
         at = [self.start + len(tokens) - self.given - 1 for tokens in context.tokens]
-        return self.log_probs[at, :depth, :topk], self.token_ids[at, :depth, :topk]
+        log_probs = self.log_probs[at, :depth, :topk]
+        ended = np.cumsum(np.isnan(log_probs), axis=-1) > 0  # a drafter says so by -inf
+        return np.where(ended, np.float32(-np.inf), log_probs), self.token_ids[at, :depth, :topk]
 
 
 def decoded(chunks, mode, budget):
