@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ddtree.analysis.figures.style import MARKS, new_axes, plain, styled
@@ -15,7 +15,12 @@ __all__ = ["plot_decoding"]
 
 @styled
 def plot_decoding(
-    title: str, rows: Sequence[tuple[str, Mapping[str, float]]], *, peer: str = "", ax: Axes | None = None
+    title: str,
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    *,
+    peer: str = "",
+    compared: Collection[str] | None = None,
+    ax: Axes | None = None,
 ) -> Axes:
     """Draw tokens a second, a bar each, in groups.
 
@@ -27,6 +32,8 @@ def plot_decoding(
         A group's label, and tokens a second by who decodes.
     peer : str
         Whose speed is 1: the others' bars say how many times as fast they are, in groups where it is.
+    compared : collection of str, optional
+        Whose bars say so; all of them if left out.
     ax : Axes, optional
         Where to draw.
 
@@ -44,7 +51,8 @@ def plot_decoding(
         for name, speed in speeds.items():
             (bar,) = ax.barh(place, speed, height=0.82, color=MARKS[names.index(name) % len(MARKS)][0])
             bar.set_gid(f"{label}: {name}")
-            times = f", {speed / speeds[peer]:,.3g}×" if peer in speeds and name != peer else ""
+            beside = peer in speeds and name != peer and (compared is None or name in compared)
+            times = f", {speed / speeds[peer]:,.3g}×" if beside else ""
             figures = f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
             ax.annotate(
                 f"{name}: {figures}{times}", (speed, place), xytext=(3, 0), textcoords="offset points", va="center",

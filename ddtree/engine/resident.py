@@ -275,16 +275,15 @@ class ResidentRun(Run):
         return cache
 
     def steps(self) -> Iterator[Round | None]:
-        """Run to the end, a step at a time: None, or a round once it is read, where rounds are shown."""
+        """Run to the end: None for emissions, or a round once it is read, where rounds are shown."""
         whole = not len(self.committed)
         try:
             if len(self.committed):
                 with self.on_its_stream():
                     self.loop.reset(self.stop_tokens)
             while self.waiting or self.active:
-                self.emissions = []
-                with self.on_its_stream():
-                    record = self.step()
+                with self.on_its_stream():  # once for as many steps as nobody wants to see
+                    record = self.next_shown()
                 yield record
             whole = True
         finally:
@@ -293,6 +292,13 @@ class ResidentRun(Run):
             if self.flight:
                 self.flight[-1].readback.wait()
             self.forget()
+
+    def next_shown(self) -> Round | None:
+        """Do steps until there are emissions or a round to be shown, or nothing is left to do."""
+        self.emissions, record = [], None
+        while record is None and not self.emissions and (self.waiting or self.active):
+            record = self.step()
+        return record
 
     def step(self) -> Round | None:
         """Begin requests that there is room for, start a round if it can be of use, and read what has to be read."""

@@ -189,11 +189,13 @@ def test_page_and_bars_show_the_report():
     assert "| autoregressive | 1 | 64 | 1,001 | 20 |  | 2,002 |  |" in text
     ((label, bars),) = decoding_report._bars(report, "0.7 B")
     assert label == "float32"
-    assert bars["autoregressive"] == pytest.approx(1100)
-    ax = figures.plot_decoding("title", [(label, bars)], peer="transformers")
-    assert figures.find(ax, "float32: DDTree, 7 nodes").get_width() == pytest.approx(5600)
+    assert bars["autoregressive"] == pytest.approx(1001)
+    assert bars["autoregressive, 256 tokens"] == pytest.approx(1100)
+    ax = figures.plot_decoding("title", [(label, bars)], peer="transformers", compared={"autoregressive"})
+    assert figures.find(ax, "float32: DDTree, 7 nodes, 256 tokens").get_width() == pytest.approx(5600)
     told = [text.get_text() for text in ax.texts]
-    assert "DDTree, 7 nodes: 5,600, 112×" in told
+    assert "DDTree, 7 nodes, 256 tokens: 5,600" in told
+    assert "autoregressive: 1,001, 20×" in told
     assert "transformers: 50" in told
 
 
