@@ -282,6 +282,60 @@ def test_a_stream_that_is_left_can_be_followed_by_another_run():
         assert_same(mine, its)
 
 
+@pytest.mark.parametrize("resident", [False, True])
+def test_runs_of_one_engine_may_be_interleaved(resident):
+    engine = engine_on(AttentionTarget(), LookingBack(), depth=3, budget=3, resident=resident)
+    expected = engine.generate([[1, 2, 1], [3]], 15).tokens
+    streams = [engine.stream([[1, 2, 1], [3]], 15) for _ in range(3)]
+    tokens: list[list[list[int]]] = [[[], []] for _ in streams]
+    left = dict(enumerate(streams))
+    while left:
+        for i, stream in list(left.items()):
+            emission = next(stream, None)
+            if emission is None:
+                del left[i]
+            else:
+                tokens[i][emission.request_id] += emission.token_ids.tolist()
+    assert tokens == [[row.tolist() for row in expected]] * 3
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_an_error_in_a_stream_has_the_tokens_too(resident):
+    engine = engine_on(AttentionTarget(), FailsOnce("raises"), depth=3, budget=3, resident=resident)
+    with pytest.raises(RuntimeError, match="no draft today") as raised:
+        list(engine.stream([[1, 2], [3]], 20))
+    assert all(len(tokens) >= 3 for tokens in committed(raised.value).tokens)
+
+
+def test_no_room_for_a_pass_names_the_requests():
+    class Full(AttentionTarget):
+        def forward(self, tree, cache, *, last_only=False, **options):
+            if not last_only:
+                raise MemoryError("out of memory: 9 GB")
+            return super().forward(tree, cache, last_only=last_only, **options)
+
+    for resident in (False, True):
+        with pytest.raises(MemoryError, match="no room for a round of requests 0, 1, prompts of 1, 2 tokens: out"):
+            engine_on(Full(), resident=resident).generate([[1], [1, 2]], 10, mode="autoregressive")
+
+
+def test_loops_of_other_batches_go_where_there_is_no_room():
+    class Narrow(AttentionTarget):
+        made = 0
+
+        def new_cache(self, num_pages, page_size):
+            self.made += 1
+            if self.made == 2:
+                raise MemoryError("none left")
+            return super().new_cache(num_pages, page_size)
+
+    engine = engine_on(Narrow())
+    engine.generate([[1]], 3, mode="autoregressive")
+    assert len(engine.loops) == 1
+    assert len(engine.generate([[1], [2]], 3, mode="autoregressive").tokens[1]) == 3
+    assert len(engine.loops) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

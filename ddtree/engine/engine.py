@@ -244,7 +244,7 @@ class Engine:
         [[0], [1, 2, 3], [4, 5]]
         """
         run = self._begin(prompts, max_new_tokens, stop_token_ids, temperature, top_p, seed, mode, request_ids)
-        return (emission for _ in run.steps() for emission in run.emissions)
+        return _emissions(run)
 
     def _begin(
         self,
@@ -329,3 +329,14 @@ class Engine:
             )
             raise ValueError(f"resident must be left out or False with {what}, got {resident}")
         return bool(resident)
+
+
+def _emissions(run: Run) -> Iterator[Emission]:
+    try:
+        for _ in run.steps():
+            yield from run.emissions
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        error.generation = run.generation([])  # type: ignore[attr-defined]
+        raise

@@ -203,7 +203,7 @@ def _root_trees(xp: Any, state: RoundState, depth: int) -> DraftTree:
 
 
 class RoundLoops:
-    """The loops that an engine has captured, the last used last."""
+    """The loops that an engine has captured and no run is using, the last used last."""
 
     def __init__(self) -> None:
         self._loops: OrderedDict[LoopKey, RoundLoop] = OrderedDict()
@@ -216,8 +216,8 @@ class RoundLoops:
         """Every loop."""
         return list(self._loops.values())
 
-    def find(self, key: LoopKey, pages: Pages) -> RoundLoop | None:
-        """The loop of ``key``, if there is one with room for all of ``pages``; a smaller one is let go of."""
+    def take(self, key: LoopKey, pages: Pages) -> RoundLoop | None:
+        """The loop of ``key``, for one run alone; one that has no room for all of ``pages`` is let go of."""
         found = self._loops.pop(key, None)
         fits = found is not None and found.pages >= pages.count and found.width_in_pages >= pages.table.shape[1]
         return found if fits else None
@@ -228,9 +228,9 @@ class RoundLoops:
         while len(self._loops) > KEPT_LOOPS:
             self._loops.popitem(last=False)
 
-    def drop(self, key: LoopKey) -> None:
-        """Let go of a loop whose work went wrong."""
-        self._loops.pop(key, None)
+    def clear(self) -> None:
+        """Let go of all loops, their caches and their graphs."""
+        self._loops.clear()
 
 
 class Flight(NamedTuple):
@@ -267,11 +267,18 @@ class ResidentRun(Run):
         self.key = LoopKey(
             *self.plan[:3], self.max_batch, len(self.stop_tokens), sampling, self.hidden_layers, id(self.drafter)
         )
-        loop = loops.find(self.key, pages)
-        self.table = pages.table
-        cache = PagedCache(target, pages, self.engine.backend, None if loop is None else loop.like)
-        self.loop = RoundLoop(self, pages, cache.like) if loop is None else loop
-        loops.keep(self.key, self.loop)
+        loop, self.table = loops.take(self.key, pages), pages.table
+        if loop is not None:
+            self.loop = loop
+            return PagedCache(target, pages, self.engine.backend, loop.like)
+        try:
+            cache = PagedCache(target, pages, self.engine.backend)
+        except MemoryError:
+            if not len(loops):
+                raise
+            loops.clear()  # what other batches have captured goes first
+            cache = PagedCache(target, pages, self.engine.backend)
+        self.loop = RoundLoop(self, pages, cache.like)
         return cache
 
     def steps(self) -> Iterator[Round | None]:
@@ -287,10 +294,10 @@ class ResidentRun(Run):
                 yield record
             whole = True
         finally:
-            if not whole:  # what is captured may be half done
-                self.engine.loops.drop(self.key)
             if self.flight:
                 self.flight[-1].readback.wait()
+            if whole and len(self.committed):  # else what is captured may be half done
+                self.engine.loops.keep(self.key, self.loop)
             self.forget()
 
     def next_shown(self) -> Round | None:
@@ -314,14 +321,7 @@ class ResidentRun(Run):
 
     def begin(self, requests: list[int]) -> None:
         """Run prompts, and put their requests and the token after each into free slots."""
-        try:
-            choices, hidden_states = self.prefill(requests)
-        except MemoryError as error:
-            raise MemoryError(
-                f"no room for the prefill of requests {requests}, prompts of "
-                f"{', '.join(str(self.committed.prompt_lens[r]) for r in requests)} tokens: {error}; pass a smaller "
-                "prefill_chunk or max_batch"
-            ) from error
+        choices, hidden_states = self.prefill(requests)
         self.take_off(np.array(requests), False, [choices])
         self.loop.open_drafter(self, hidden_states[0])
         slots = np.flatnonzero(self.slots < 0)[: len(requests)].tolist()
@@ -367,7 +367,8 @@ class ResidentRun(Run):
         """Start a round of all slots, with the drafts of a drafter on the host, and the way of its record home."""
         if not self.drafts_here():
             self.send_drafts()
-        self.loop.step(self)
+        with self.naming("a round", self.active):
+            self.loop.step(self)
         arrays = [self.loop.record]
         if self.shows_rounds:
             tree, choices, acceptance = self.loop.outputs
@@ -416,18 +417,18 @@ class ResidentRun(Run):
         if not shown.size:
             return None
         requests, counts = requests[shown], record[shown, 0].astype(np.int64)
-        self.check_faults(requests, record[shown])
         if self.drafter is not None:
             self.kept.update(zip(requests.tolist(), counts.tolist(), strict=True))
         for request in self.commit(requests, record[shown, 3:], counts):
             self.ended.append(request)
             self.free(request)
+        self.check_faults(requests, record[shown])
         if not self.shows_rounds:
             return None
         return _shown_round(tuple(requests.tolist()), [array[shown] for array in arrays[1:]], self.loop.outputs[0])
 
     def check_faults(self, requests: NDArray[np.int64], record: NDArray[np.int32]) -> None:
-        """Raise what was wrong with a request's draft, of which nothing was drafted."""
+        """Raise what was wrong with a request's draft, of which nothing was drafted: its tokens are right."""
         for b in np.flatnonzero(record[:, 1]):
             d, k = divmod(int(record[b, 2]), self.loop.width)
             what = FAULTS[int(record[b, 1])].format(last=self.engine.vocab_size - 1)

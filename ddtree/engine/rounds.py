@@ -66,7 +66,8 @@ class HostRun(Run):
             tree = self.build_tree(log_probs, token_ids, roots, prefix_lens)
         with self.timed("forward"):
             cache = self.cache.view(self.active, prefix_lens, tree.num_slots)
-            output = self.forward(tree, cache)
+            with self.naming("a round", self.active):
+                output = self.forward(tree, cache)
         with self.timed("choose_tokens"):
             positions = tree_positions(tree.depths, cache.prefix_lens, backend=backend, validate=False)
             choices = self.choose_given(output.logits, positions)

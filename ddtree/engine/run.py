@@ -148,7 +148,9 @@ class Run:
             tree = converted(_chains(pieces), self.native)
             taken = np.array([len(piece) for piece in pieces], np.int32)
             running = [requests[b] for b in rows]
-            output = self.forward(tree, self.cache.view(running, np.full_like(taken, start), taken), last_only=True)
+            view = self.cache.view(running, np.full_like(taken, start), taken)
+            with self.naming("the prefill", running):
+                output = self.forward(tree, view, last_only=True)
             for b, (row, count) in enumerate(zip(rows, taken, strict=True)):
                 hidden[row].append({layer: output.hidden_states[layer][b, :count] for layer in self.hidden_layers})
             last = np.flatnonzero(lens[rows] <= start + most)  # no one asks what follows other pieces
@@ -252,8 +254,12 @@ class Run:
             at = int(np.argmin(counts))
             raise RuntimeError(f"request {requests[at]}: a round must emit a token, but accept_tree kept {counts[at]}")
         last = tokens[np.arange(len(requests)), counts - 1]
-        if (last < 0).any():
-            at = int(np.argmax(last < 0))
+        unusable = last < 0
+        if unusable.any():
+            good = ~unusable
+            if good.any():  # nothing of theirs is lost
+                self.commit(requests[good], tokens[good], counts[good], of_round=of_round)
+            at = int(np.argmax(unusable))
             after = int(self.committed.lengths[requests[at]] + counts[at]) - 2
             raise NonFiniteLogitsError(
                 f"request {requests[at]}: the target's logits after position {after} hold "
@@ -286,6 +292,18 @@ class Run:
     def drafted(self, array: Any) -> Any:
         """A drafter's array as rounds take it."""
         return self.native(array)
+
+    @contextmanager
+    def naming(self, what: str, requests: list[int]) -> Iterator[None]:
+        """Name the requests for which there was no room."""
+        try:
+            yield
+        except MemoryError as error:
+            tokens = ", ".join(str(self.committed.prompt_lens[r]) for r in requests)
+            raise MemoryError(
+                f"no room for {what} of requests {', '.join(map(str, requests))}, prompts of {tokens} tokens: {error}; "
+                "pass a smaller max_batch, budget or prefill_chunk"
+            ) from error
 
     def native(self, array: Any) -> Any:
         """``array`` as the kind that the target's cache is, C-contiguous."""
