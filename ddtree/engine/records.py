@@ -78,7 +78,8 @@ class Generation:
     tokens_per_round : list of array, int32
         Tokens that each round emitted, one array a prompt: the bonus included, after stops.
     seconds : dict of str to float
-        Wall time of each stage in ``STAGES``, summed.
+        Wall time of each stage in ``STAGES``, summed; of resident rounds, whose stages the host does not see, that of
+        "prefill" and of "rounds".
     prompt_lens : list of int
         Tokens of each prompt; empty where that is not known.
     """
