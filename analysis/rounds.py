@@ -132,6 +132,11 @@ def round_table(rounds: Generation | Iterable[Round], prompt_lens: Sequence[int]
     >>> table.tokens.tolist(), table.tested.tolist(), table.ranks.tolist()
     ([2], [2], [[0, -1]])
     """
+    if isinstance(rounds, Generation) and rounds.num_rounds and not rounds.rounds:
+        raise ValueError(
+            f"rounds must be those of a generation that kept them, got one of {rounds.num_rounds} rounds without any: "
+            "pass keep_rounds=True to generate, which resident rounds need"
+        )
     emitted: dict[int, int] = {}
     parts = []
     for r in rounds.rounds if isinstance(rounds, Generation) else rounds:

@@ -19,8 +19,8 @@ row's root among them, V vocabulary. Lists of different lengths stand behind eac
     The trees' scores.
 ``kept_offsets`` int64 (M + 1), ``kept_nodes`` int32
     The accepted path of each row, from the root down.
-``seconds`` float64 (7)
-    Of each stage in ``ddtree.engine.STAGES``.
+``seconds`` float64 (7 or 2)
+    Of each stage in ``ddtree.engine.STAGES``, or in ``RESIDENT_STAGES``.
 ``token_bytes`` uint8, ``token_byte_offsets`` int64 (V + 1)
     The vocabulary; both are left out together.
 """
@@ -30,14 +30,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddtree.engine.records import STAGES, FinishReason, Generation, Round
+from ddtree.engine.records import RESIDENT_STAGES, STAGES, FinishReason, Generation, Round
 from ddtree.kdtr import read_kdtr, write_kdtr
 from ddtree.ops import visibility_words
 from ddtree.tokens import token_row
@@ -180,7 +180,7 @@ def save_run(
         "node_choices": _joined([row[:n] for row, n in zip(choices, counts, strict=True)]),
         "kept_offsets": _offsets(paths),
         "kept_nodes": _joined(paths),
-        "seconds": [generation.seconds.get(stage, 0.0) for stage in STAGES],
+        "seconds": [generation.seconds.get(stage, 0.0) for stage in _stages(generation.seconds)],
     }
     arrays = {name: np.array(columns[name], dtype) for name, (dtype, _) in _ARRAYS.items()}
     if vocabulary is not None:
@@ -300,8 +300,9 @@ def _rebuilt(
         columns.column(name, dtype, sizes[letter] + bool(more) if letter else None)
     for name, of in _OFFSETS.items():
         columns.offsets(name, len(arrays[of]), of)
-    if len(arrays["seconds"]) != len(STAGES):
-        columns.fail("seconds", f"have one value a stage, {len(STAGES)}", len(arrays["seconds"]))
+    if len(arrays["seconds"]) not in (len(STAGES), len(RESIDENT_STAGES)):
+        wanted = f"have one value a stage, {len(STAGES)} or {len(RESIDENT_STAGES)}"
+        columns.fail("seconds", wanted, len(arrays["seconds"]))
     columns.check("seconds", (arrays["seconds"] >= 0) & np.isfinite(arrays["seconds"]), "be finite and at least 0")
     most = _INT32_MAX if vocabulary is None else len(vocabulary) - 1
     for name in ("prompt_token_ids", "new_token_ids", "node_token_ids"):
@@ -320,7 +321,7 @@ def _rebuilt(
         finish_reasons=[_REASONS[int(stopped)] for stopped in arrays["stopped"]],
         rounds=[_round(arrays, depths, i) for i in range(sizes["R"])],
         tokens_per_round=[lengths[(arrays["row_requests"] == p) & (lengths > 0)] for p in range(sizes["P"])],
-        seconds=dict(zip(STAGES, arrays["seconds"].tolist(), strict=True)),
+        seconds=dict(zip(_stages(arrays["seconds"]), arrays["seconds"].tolist(), strict=True)),
         prompt_lens=np.diff(arrays["prompt_offsets"]).tolist(),
     )
     return prompts if sizes["P"] else [], generation
@@ -466,3 +467,8 @@ def _round(arrays: Mapping[str, NDArray[Any]], depths: NDArray[np.int32], i: int
     )
     requests = tuple(arrays["row_requests"][begin:end].tolist())
     return Round(requests, tree, padded(arrays["node_choices"], -1, np.int32), acceptance)
+
+
+def _stages(seconds: Sized) -> tuple[str, ...]:
+    """The parts that so many times are of."""
+    return RESIDENT_STAGES if len(seconds) == len(RESIDENT_STAGES) else STAGES

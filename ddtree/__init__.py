@@ -52,6 +52,9 @@ _LAZY = {
     "write_kdtr": "ddtree.kdtr",
 }
 
+_PACKAGES = ("analysis", "drafters", "engine", "interop", "model", "policies", "reference")
+"""What is loaded when it is first asked for, as ``ddtree.model``."""
+
 __all__ = [
     "Acceptance",
     "BackendUnavailable",
@@ -88,6 +91,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"ddtree.{name}")
     if module is None:
         raise AttributeError(f"module 'ddtree' has no attribute {name!r}")
     return getattr(importlib.import_module(module), name)

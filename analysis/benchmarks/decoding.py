@@ -477,6 +477,9 @@ def measure(
                 bench.rounds()
         for model in models:
             for dtype in dtypes:
+                if dtype == "bfloat16" and not bench.on_gpu:
+                    bench.leave_out("bfloat16: models of it are on a GPU alone")
+                    continue
                 subject = _Subject(model, dtype, backend, sizes)
                 for section in SECTIONS[:-1]:
                     if section in sections:
@@ -717,14 +720,23 @@ def read_json(path: Path) -> Report:
 
 
 @click.command()
-@click.option("--model", "models", type=click.Choice(list(CONFIGS)), multiple=True, default=("8 M", "0.7 B"))
+@click.option(
+    "--model", "models", type=click.Choice(list(CONFIGS)), multiple=True, show_default="8 M and 0.7 B; 0.1 M if quick",
+    help="By parameters; several times.",
+)  # fmt: skip
 @click.option(
     "--dtype", "dtypes", type=click.Choice(sorted(BOUNDS)), multiple=True, default=("float32", "bfloat16"),
     show_default=True, help="Of the models; several times.",
 )  # fmt: skip
 @click.option("--backend", metavar="NAME", help="Who does the operations; cupy is on the GPU.")
 @click.option(
-    "--section", "sections", type=click.Choice(SECTIONS), multiple=True, default=SECTIONS, help="Several times."
+    "--section",
+    "sections",
+    type=click.Choice(SECTIONS),
+    multiple=True,
+    default=SECTIONS,
+    show_default="all",
+    help="Several times.",
 )
 @click.option(
     "--examined", type=click.IntRange(0), default=EXAMINED, show_default=True, metavar="N",
@@ -752,7 +764,7 @@ def main(
     try:
         with status:
             report = measure(
-                models,
+                models or (("0.1 M",) if quick else ("8 M", "0.7 B")),
                 dtypes,
                 backend=backend,
                 sections=sections,

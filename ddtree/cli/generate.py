@@ -43,7 +43,7 @@ def _devices(ctx: Any, param: Any, value: str | None) -> tuple[str, ...] | None:
         return None
     devices = tuple(part.strip() for part in value.split(","))
     if devices != ("all",) and not all(device == "cpu" or re.fullmatch(r"[0-9]{1,4}", device) for device in devices):
-        raise click.BadParameter(f"{value!r} must be all, or numbers of GPUs with commas between them, such as 0,1")
+        raise click.BadParameter(f"{value!r} must be all, or GPUs' numbers or cpu, with commas between them: 0,1")
     return devices
 
 
@@ -479,7 +479,7 @@ def _show_table(console: Console, generation: Generation, drafter: str, *, of_al
     table.add_row(
         "seconds of all processes" if of_all else "seconds",
         f"{total:.2f}",
-        f"{tokens / total:,.1f} tokens/s" if total else "",
+        f"{tokens / total:,.1f} tokens/s" if total and not of_all else "",
         end_section=True,
     )
     for stage, seconds in generation.seconds.items():

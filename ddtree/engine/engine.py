@@ -59,8 +59,9 @@ class Engine:
         The most requests that run at a time, 1 and up: others wait, in order, and take the place of finished ones. By
         default all prompts run at once. Not for a :class:`ddtree.protocols.CachingTarget`.
     cache_rows : int, optional
-        The most rows that the cache has, of all requests that run together; by default as many as the ``max_batch``
-        longest need. With fewer, a request waits for the pages of others; one that needs more than all is refused.
+        The most rows that the cache has, in whole pages, of all requests that run together; by default as many as the
+        ``max_batch`` longest need. With fewer, a request waits for the pages of others; one that needs more than all
+        is refused.
     resident : bool, optional
         Whether rounds stay where the target is, in one CUDA graph that is captured once, while the host reads what was
         emitted a few rounds late (see :mod:`ddtree.engine.resident`). By default they do for a target on a GPU that
@@ -304,11 +305,12 @@ class Engine:
                     f"be at most max_context = {self.max_context}, got {tokens.size + max_new_tokens}"
                 )
             rows = tokens.size + max_new_tokens + 1 + budget
-            if self.cache_rows is not None and rows > self.cache_rows // self.page_size * self.page_size:
+            needed = -(-rows // self.page_size) * self.page_size
+            if self.cache_rows is not None and needed > self.cache_rows:
                 raise ValueError(
                     f"prompts[{i}] needs {rows} cache rows, for {tokens.size} tokens, max_new_tokens = "
-                    f"{max_new_tokens} and a tree, and the cache has {self.cache_rows} in whole pages of "
-                    f"{self.page_size}: pass a larger cache_rows, or fewer tokens"
+                    f"{max_new_tokens} and a tree, which are {needed} in whole pages of {self.page_size}, and the "
+                    f"cache has {self.cache_rows}: pass cache_rows={needed} or more, or fewer tokens"
                 )
             checked.append(tokens)
         return checked, max_new_tokens

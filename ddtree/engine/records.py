@@ -11,12 +11,15 @@ from numpy.typing import NDArray
 from ddtree.svg import tree_svg
 from ddtree.trees import Acceptance, DraftTree
 
-__all__ = ["STAGES", "Emission", "Generation", "Round"]
+__all__ = ["RESIDENT_STAGES", "STAGES", "Emission", "Generation", "Round"]
 
 FinishReason = Literal["stop", "length", "error"]
 
 STAGES = ("prefill", "draft", "build_tree", "forward", "choose_tokens", "accept_tree", "compact_cache")
 """The parts of a generation, in order; the first once a request, the others once a round."""
+
+RESIDENT_STAGES = ("prefill", "rounds")
+"""Those of resident rounds, whose parts the host does not see."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,7 @@ class Generation:
     tokens_per_round : list of array, int32
         Tokens that each round emitted, one array a prompt: the bonus included, after stops.
     seconds : dict of str to float
-        Wall time of each stage in ``STAGES``, summed; of resident rounds, whose stages the host does not see, that of
-        "prefill" and of "rounds".
+        Wall time of each stage in ``STAGES``, summed; or, of resident rounds, in ``RESIDENT_STAGES``.
     prompt_lens : list of int
         Tokens of each prompt; empty where that is not known.
     """

@@ -24,7 +24,7 @@ from ddtree.arrays import array_namespace, use_stream_of
 from ddtree.checks import INT32_MAX
 from ddtree.engine.cache import PagedCache, Pages
 from ddtree.engine.graphs import Readback, captured
-from ddtree.engine.records import Round
+from ddtree.engine.records import RESIDENT_STAGES, Round
 from ddtree.engine.run import Run, checked_draft, name_of
 from ddtree.ops import accept_tree, build_tree, compact_cache, tree_positions
 from ddtree.protocols import CachingTarget, KVCache, ResidentDraft, ResidentDrafter, ResidentState
@@ -248,7 +248,7 @@ class ResidentRun(Run):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.shows_rounds = False
-        self.seconds = {"prefill": 0.0, "rounds": 0.0}
+        self.seconds = dict.fromkeys(RESIDENT_STAGES, 0.0)
         self.flight: deque[Flight] = deque()
         self.slots = np.full(self.max_batch, -1)  # each slot's request
         self.under_way = np.zeros(len(self.committed), np.int64)  # in how many flights each request is

@@ -216,7 +216,10 @@ def _device_names(devices: Iterable[int | str] | None) -> list[tuple[str, str]]:
     """Of each device its name in messages and the ``CUDA_VISIBLE_DEVICES`` of its process."""
     if devices is None:
         return [(f"GPU {i}", visible) for i, visible in enumerate(visible_devices())]
-    wanted = listed("devices", devices)
+    wanted = [devices] if isinstance(devices, str) else listed("devices", devices)
+    for i, device in enumerate(wanted):
+        if isinstance(device, str) and device != "cpu" and not (device.isascii() and device.isdigit()):
+            raise ValueError(f"devices[{i}] must be a GPU's number or 'cpu', got {device!r}")
     if not wanted:
         raise ValueError("devices must have one entry or more, got none: leave it out for every visible GPU")
     visible = visible_devices() if any(device != "cpu" for device in wanted) else []

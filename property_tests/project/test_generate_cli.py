@@ -93,7 +93,7 @@ def test_prompts_spread_over_processes_come_out_as_from_one(run):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--devices", "gpu0"], "'gpu0' must be all, or numbers of GPUs with commas between them"),
+        (["--devices", "gpu0"], "'gpu0' must be all, or GPUs' numbers or cpu, with commas between them"),
         (["--devices", "cpu", "--backend", "nowhere"], "make_engine raised .* on CPU process 0: .*nowhere"),
         (["--backend", "nowhere"], "nowhere"),
         (["--dtype", "int8"], "'int8' is not one of"),
