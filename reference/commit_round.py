@@ -18,7 +18,7 @@ def commit_round(
     Parameters
     ----------
     state : RoundState
-        See :class:`ddtree.engine.resident.RoundState`. Of a slot that emitted n tokens, they are appended to
+        See ``RoundState`` of ``ddtree/engine/resident.py``. Of a slot that emitted n tokens, they are appended to
         ``tokens``, ``lengths`` and ``prefix_lens`` grow by n, ``roots`` is the last of them, ``remaining`` falls by n,
         or to 0 if the request has finished or could choose no token (−1); ``running`` is whether some remain, and
         ``kept`` is n.

@@ -64,7 +64,7 @@ class Engine:
         is refused.
     resident : bool, optional
         Whether rounds stay where the target is, in one CUDA graph that is captured once, while the host reads what was
-        emitted a few rounds late (see :mod:`ddtree.engine.resident`). By default they do for a target on a GPU that
+        emitted a few rounds late (see ``ddtree/engine/resident.py``). By default they do for a target on a GPU that
         can be captured (it has an attribute ``capturable``, and it is true), unless a policy, which is the host's,
         makes the trees. The tokens are the same.
 

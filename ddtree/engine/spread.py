@@ -75,7 +75,7 @@ def generate_many(
     Parameters
     ----------
     make_engine : callable
-        Makes the engine, in the worker: a function of a module, or :func:`functools.partial` of one with what it loads.
+        Makes the engine, in the worker: a function of a module, or ``functools.partial`` of one with what it loads.
         It is pickled, and a worker that has built the same one before uses that again.
     prompts, max_new_tokens, stop_token_ids, temperature, top_p, seed, mode, keep_rounds
         As in :meth:`Engine.generate`.

@@ -328,7 +328,7 @@ class HuggingFaceTarget:
         inputs : dict
             ``input_ids``, ``position_ids`` and ``attention_mask``, and what else the model's forward is to be given.
         past : transformers.Cache
-            Of :class:`ddtree.interop.huggingface_cache.ModelCache`.
+            Of ``ddtree.interop.huggingface_cache.ModelCache``.
         hidden_layers : tuple of int
             Layers whose hidden states are wanted.
         """

@@ -394,15 +394,22 @@ def special(request, tmp_path):
     return path, kind.get(request.param, f"Is a {request.param}, must be a regular file")
 
 
+def without_access(status):
+    """All but the time at which it was last looked at, which a look changes."""
+    return [
+        getattr(status, name) for name in ("st_mode", "st_ino", "st_nlink", "st_size", "st_mtime_ns", "st_ctime_ns")
+    ]
+
+
 @pytest.mark.skipif(os.name != "posix", reason="no pipes and devices")
 @pytest.mark.parametrize("use", [KdtrFile, read_kdtr, lambda path: write_kdtr(path, {})], ids=["open", "read", "write"])
 def test_what_is_no_file_is_neither_opened_nor_replaced(special, use):
     path, message = special
-    before = path.lstat()
+    before = without_access(path.lstat())
     with pytest.raises(OSError, match=message) as caught:
         use(path)
     assert caught.value.filename == str(path)
-    assert path.lstat() == before
+    assert without_access(path.lstat()) == before
     assert n_temporaries(path.parent) == 0
 
 
