@@ -319,6 +319,51 @@ def test_no_room_for_a_pass_names_the_requests():
             engine_on(Full(), resident=resident).generate([[1], [1, 2]], 10, mode="autoregressive")
 
 
+@pytest.mark.parametrize("resident", [False, True])
+def test_hidden_states_of_another_shape_are_refused(resident):
+    class Few(AttentionTarget):
+        def forward(self, *arguments, **options):
+            output = super().forward(*arguments, **options)
+            output.hidden_states[1] = output.hidden_states[1][:, :0]
+            return output
+
+    engine = engine_on(Few(), LookingBack(), depth=2, budget=2, resident=resident)
+    with pytest.raises(
+        ValueError, match=r"hidden states of layer 1 as an array of shape \(1, 1, D\), got \(1, 0, 12\)"
+    ):
+        engine.generate([[1]], 5)
+
+
+def test_more_new_tokens_than_the_host_has_room_for_are_said(monkeypatch):
+    def full(prompts, max_new_tokens):
+        raise MemoryError
+
+    monkeypatch.setattr("ddtree.engine.run.Committed", full)
+    with pytest.raises(MemoryError, match="no room for 2 requests of up to 99 new tokens"):
+        engine_on(AttentionTarget()).generate([[1]] * 2, 99, mode="autoregressive")
+
+
+class Silent:
+    """A backend at fault: nobody accepts anything."""
+
+    build_tree = staticmethod(reference.build_tree)
+    tree_positions = staticmethod(reference.tree_positions)
+    choose_tokens = staticmethod(reference.choose_tokens)
+    compact_cache = staticmethod(reference.compact_cache)
+
+    @staticmethod
+    def accept_tree(tree, choices, **options):
+        kept = reference.accept_tree(tree, choices, **options)
+        return Acceptance(kept.node_indices, np.zeros_like(kept.lengths), kept.bonus_token_ids, kept.finished)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_rounds_that_emit_nothing_are_no_endless_loop(resident):
+    engine = engine_on(AttentionTarget(), resident=resident, backend=f"{__name__}:Silent")
+    with pytest.raises(RuntimeError, match="a round must emit a token"):
+        engine.generate([[1], [2]], 5, mode="autoregressive")
+
+
 def test_loops_of_other_batches_go_where_there_is_no_room():
     class Narrow(AttentionTarget):
         made = 0

@@ -271,7 +271,15 @@ class Engine:
             raise ValueError(f"request_ids must have one entry a prompt, {len(tokens)}, got {len(keys)}")
         keys = [integer(f"request_ids[{i}]", key, 0, 2**63 - 1) for i, key in enumerate(keys)]
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "backend": self.backend}
-        return self.new_run(plan, tokens, max_new_tokens, stops, keys, sampling)
+        try:
+            return self.new_run(plan, tokens, max_new_tokens, stops, keys, sampling)
+        except MemoryError as error:
+            if str(error).startswith("no room"):
+                raise
+            raise MemoryError(
+                f"no room for {len(tokens)} requests of up to {max_new_tokens} new tokens ({error}): pass a smaller "
+                "max_new_tokens, or fewer prompts"
+            ) from error
 
     def new_run(self, plan: Plan, *arguments: Any) -> Run:
         """Open a generation whose arguments have been checked; its rounds are made as the target has them made."""

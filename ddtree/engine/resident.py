@@ -413,6 +413,9 @@ class ResidentRun(Run):
                 self.free(request)
             return None
         record = arrays[0]
+        silent = requests[(requests >= 0) & (record[:, 0] == 0)]
+        if set(silent.tolist()).intersection(self.active):  # who has ended is active no more
+            raise RuntimeError(f"requests {silent.tolist()}: a round must emit a token, and accept_tree kept none")
         shown = np.flatnonzero((requests >= 0) & (record[:, 0] > 0))
         if not shown.size:
             return None

@@ -177,6 +177,13 @@ class Run:
         missing = [layer for layer in self.hidden_layers if layer not in output.hidden_states]
         if missing:
             raise ValueError(f"target.forward must return the hidden states of layers {missing}, which were asked for")
+        for layer in self.hidden_layers:
+            got = tuple(getattr(output.hidden_states[layer], "shape", ()))
+            if len(got) != 3 or got[0] != tree.batch_size or got[1] > tree.num_slots or got[1] < shape[1]:
+                raise ValueError(
+                    f"target.forward must return hidden states of layer {layer} as an array of shape "
+                    f"({tree.batch_size}, {tree.num_slots}, D), got {got or type(output.hidden_states[layer]).__name__}"
+                )
         return output
 
     def leaves_out_unused(self, shape: tuple[int, ...], wanted: tuple[int, ...], tree: DraftTree) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddtree.checks import INT32_MAX, integer, listed
+from ddtree.checks import INT32_MAX, integer, listed, real
 from ddtree.engine.engine import Engine, Mode
 from ddtree.engine.records import Emission, FinishReason, Generation
 from ddtree.tokens import token_row
@@ -134,13 +134,16 @@ def generate_many(
     keys = list(range(len(tokens))) if request_ids is None else listed("request_ids", request_ids)
     if len(keys) != len(tokens):
         raise ValueError(f"request_ids must have one entry a prompt, {len(tokens)}, got {len(keys)}")
+    keys = [integer(f"request_ids[{i}]", key, 0, 2**63 - 1) for i, key in enumerate(keys)]
+    if on_emission is not None and not callable(on_emission):
+        raise TypeError(f"on_emission must be callable, got {type(on_emission).__name__}")
     share = integer("share", share, 1, INT32_MAX)
     options = {
         "max_new_tokens": integer("max_new_tokens", max_new_tokens, 1, INT32_MAX),
         "stop_token_ids": listed("stop_token_ids", stop_token_ids),
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
+        "temperature": real("temperature", temperature, least=0.0),
+        "top_p": real("top_p", top_p),
+        "seed": integer("seed", seed, 0, 2**64 - 1),
         "mode": mode,
         "keep_rounds": keep_rounds,
     }
@@ -431,7 +434,7 @@ def _continue(factory: bytes, prompts: list[NDArray[np.int32]], keys: list[int],
     """Continue a share's prompts with the engine that is kept here, built if it is not there yet."""
     try:
         engine = _engine(factory)
-    except Exception as error:  # the factory is the caller's
+    except (Exception, SystemExit) as error:  # the factory is the caller's
         return _failure("factory", error)
     try:
         engine.generate([], **options)  # no prompts, no work: what is wrong now is wrong for every request
@@ -439,7 +442,7 @@ def _continue(factory: bytes, prompts: list[NDArray[np.int32]], keys: list[int],
         return _failure("arguments", error)
     try:
         return _Outcome("done", engine.generate(prompts, request_ids=keys, **options))
-    except Exception as error:  # of a drafter, a target, or the device
+    except (Exception, SystemExit) as error:  # of a drafter, a target, or the device
         return _failure("engine", error)
 
 
@@ -453,7 +456,7 @@ def _engine(factory: bytes) -> Engine:
     return _kept.engine  # type: ignore[no-any-return]
 
 
-def _failure(kind: str, error: Exception) -> _Outcome:
+def _failure(kind: str, error: BaseException) -> _Outcome:
     import traceback
 
     trace = "".join(traceback.format_exception(error)[-6:])
