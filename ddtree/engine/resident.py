@@ -223,9 +223,13 @@ class RoundLoops:
         return found if fits else None
 
     def keep(self, key: LoopKey, loop: RoundLoop) -> None:
-        """Keep a loop, and let go of the one that was not used for longest."""
+        """Keep a loop."""
         self._loops[key] = loop
-        while len(self._loops) > KEPT_LOOPS:
+        self.shrink(KEPT_LOOPS)
+
+    def shrink(self, count: int) -> None:
+        """Let go of those that were not used for longest, until there are at most ``count``."""
+        while len(self._loops) > count:
             self._loops.popitem(last=False)
 
     def clear(self) -> None:
@@ -271,6 +275,7 @@ class ResidentRun(Run):
         if loop is not None:
             self.loop = loop
             return PagedCache(target, pages, self.engine.backend, loop.like)
+        loops.shrink(KEPT_LOOPS - 1)
         try:
             cache = PagedCache(target, pages, self.engine.backend)
         except MemoryError:
