@@ -3,6 +3,8 @@
 import functools
 import importlib
 import importlib.metadata
+import os
+import pickle
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +14,7 @@ from click.testing import CliRunner
 
 from ddtree.analysis import kernel_resources, verify_on_gpu
 from ddtree.analysis.kernel_resources import ARCHITECTURES, compile_program, nvrtc_version, resources_page
+from ddtree.kdtr import atomic_write
 from ddtree.kernels import cupy as package
 from ddtree.kernels.cupy.program import EARLY, PROGRAMS, program_source
 
@@ -25,7 +28,25 @@ def needs_nvrtc():
         pytest.skip("optional library nvidia-cuda-nvrtc is not installed")
 
 
-compiled = functools.cache(compile_program)
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(tmp_path_factory):
+    """Where the processes of a run leave what they have compiled, which takes seconds a program, for one another."""
+    own = tmp_path_factory.getbasetemp()
+    compiled_in.append(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+
+
+compiled_in: list[Path] = []
+
+
+@functools.cache
+def compiled(program, arch):
+    path = compiled_in[0] / f"compiled_{program}_{arch}.pickle"
+    if path.exists():
+        return pickle.loads(path.read_bytes())
+    kernels = compile_program(program, arch)
+    with atomic_write(path) as file:
+        file.write(pickle.dumps(kernels))
+    return kernels
 
 
 def test_every_source_is_a_program_and_has_a_launcher():
