@@ -13,6 +13,7 @@ from ddtree.engine.records import Round
 from ddtree.engine.run import Run, converted, name_of
 from ddtree.ops import accept_tree, build_tree, tree_positions
 from ddtree.policies import check_policy_tree
+from ddtree.reference import emitted_tokens
 from ddtree.trees import Acceptance, DraftTree
 
 __all__ = ["HostRun"]
@@ -95,7 +96,8 @@ class HostRun(Run):
         """Commit what the active requests have kept, all on the host; ``shown(b, path)`` are a path's hidden states."""
         requests = np.array(self.active)
         self.emissions = []
-        ended = self.commit(requests, emitted_tokens(tree, kept), kept.lengths)
+        emitted = emitted_tokens(tree, kept)
+        ended = self.commit(requests, emitted[:, 1:], emitted[:, 0])
         self.ended += ended
         for b, request in enumerate(requests.tolist()):
             if request in ended:
@@ -179,12 +181,3 @@ class HostRun(Run):
         nodes = self.xp.asarray(path)
         shown = {layer: hidden_states[layer] for layer in self.hidden_layers}
         return {layer: states[b, export_array(nodes, states)] for layer, states in shown.items()}
-
-
-def emitted_tokens(tree: DraftTree, acceptance: Acceptance) -> NDArray[np.int32]:
-    """What each request emitted, (B, L + 1): the accepted drafts, and the bonus in column ``lengths - 1``."""
-    rows = np.arange(tree.batch_size)
-    tokens = np.full(acceptance.node_indices.shape, -1, np.int32)
-    tokens[:, :-1] = tree.token_ids[rows[:, None], acceptance.node_indices[:, 1:]]
-    tokens[rows, acceptance.lengths - 1] = acceptance.bonus_token_ids
-    return tokens

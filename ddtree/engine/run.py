@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -41,7 +42,7 @@ class Plan(NamedTuple):
     policy: Policy | None
 
 
-class Run:
+class Run(ABC):
     """What a run is, however its rounds are made: its steps are :class:`ddtree.engine.rounds.HostRun`'s and others'.
 
     Attributes
@@ -100,9 +101,9 @@ class Run:
         engine = self.engine
         return Pages(self.most_rows, engine.page_size, self.max_batch, engine.cache_rows)
 
+    @abstractmethod
     def steps(self) -> Iterator[Round | None]:
         """Run to the end, a step at a time: a prefill, which is no round (None), or a round, if it is kept."""
-        raise NotImplementedError
 
     def generation(self, rounds: list[Round]) -> Generation:
         """What has been committed until now."""
@@ -186,9 +187,9 @@ class Run:
                 )
         return output
 
+    @abstractmethod
     def leaves_out_unused(self, shape: tuple[int, ...], wanted: tuple[int, ...], tree: DraftTree) -> bool:
         """Whether logits of another shape are those of fewer slots, of which no request uses more."""
-        raise NotImplementedError
 
     def choose(self, logits: Any, positions: Any, keys: Any) -> Any:
         """The choice after each slot, (B, N) for logits (B, N, V); without noise, no positions are needed."""
