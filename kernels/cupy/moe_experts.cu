@@ -52,6 +52,14 @@ struct Experts {
         return taken || expert < 0 || expert >= routed ? -1 : expert;
     }
 
+    // The expert of a place that can be told without a look at the ids, or -1: of routed ones, where few are idle.
+    __device__ int32 likely_at(int32 place, int32 tile_tokens) const
+    {
+        const int32 pairs = M * K, places = min(pairs, routed), tiles = (M + tile_tokens - 1) / tile_tokens;
+        if (place >= places) return routed + (place - places) / tiles;
+        return pairs >= 2 * routed ? place : -1;
+    }
+
     // Adds an expert's pairs among the next blockDim.x candidates to the `count` that have been found, in order.
     __device__ int32 find_pairs(int32 expert, int32 candidate, int32 end, int32 count, int32* found) const
     {
@@ -103,16 +111,17 @@ __device__ __forceinline__ void multiply(
     const T* weights, const T* gain, double eps, int32 outputs, int32 width, int32 tokens, int32 block, Input input,
     Store store)
 {
-    if constexpr (N == 0) {
-        multiply_by_mma<TOKENS, ROWS, PAIRED>(weights, gain, eps, outputs, width, tokens, block, input, store);
-    } else if constexpr (TOKENS == 1) {
-        multiply_by_fma<1, ROWS, N, PAIRED>(weights, gain, eps, outputs, width, tokens, block, input, store);
-    } else {
-        if (tokens <= TOKENS / 2)
-            multiply<TOKENS / 2, ROWS, N, PAIRED>(weights, gain, eps, outputs, width, tokens, block, input, store);
-        else
-            multiply_by_fma<TOKENS, ROWS, N, PAIRED>(weights, gain, eps, outputs, width, tokens, block, input, store);
+    constexpr int32 FEWER = N > 0 ? TOKENS / 2 : TOKENS > 8 ? 8 : 0;
+    if constexpr (FEWER > 0) {
+        if (tokens <= FEWER) {
+            multiply<FEWER, ROWS, N, PAIRED>(weights, gain, eps, outputs, width, tokens, block, input, store);
+            return;
+        }
     }
+    if constexpr (N == 0)
+        multiply_by_mma<TOKENS, ROWS, PAIRED>(weights, gain, eps, outputs, width, tokens, block, input, store);
+    else
+        multiply_by_fma<TOKENS, ROWS, N, PAIRED>(weights, gain, eps, outputs, width, tokens, block, input, store);
 }
 
 // The tiles of one place of the grid (see `Experts`), and an output block of each. GATED: from x to hidden; else from
@@ -123,11 +132,18 @@ __device__ __forceinline__ void expert_block(
     Result* __restrict__ result, double eps, int32 D, int32 I)
 {
     __shared__ int32 pairs[TOKENS + 32 * (N > 0 ? FMA_PARTS : MMA_PARTS)];
+    constexpr int32 OUTPUTS = GATED ? ROWS / 2 : ROWS;
+    const int32 outputs = GATED ? I : D, width = GATED ? D : I, likely = experts.likely_at(blockIdx.x, TOKENS);
+    if (likely >= 0) {
+        const int32 first = blockIdx.y * OUTPUTS, rows = min(OUTPUTS, outputs - first);
+        const T* own = matrices + (int64(likely) * (GATED ? 2 : 1) * outputs + first) * width;
+        prefetch_rows(own, rows, width);
+        if (GATED) prefetch_rows(own + int64(outputs) * width, rows, width);
+    }
     wait_for_earlier();
     int32 candidate, end, count = 0;
     const int32 expert = experts.at(blockIdx.x, TOKENS, candidate, end);
     if (expert < 0) return;
-    const int32 outputs = GATED ? I : D, width = GATED ? D : I;
     const T* weights = matrices + int64(expert) * (GATED ? 2 : 1) * I * D;
     const auto input = [&](int32 t) { return x + int64(GATED ? pairs[t] / experts.a_token() : pairs[t]) * width; };
     while (true) {

@@ -10,6 +10,8 @@ from ddtree.kernels.cupy.program import blocks_for, contiguous, empty, launch, s
 __all__ = ["moe_experts"]
 
 COMBINE_THREADS = 256
+FEW = 4
+"""Pairs of an expert, on the average, up to which it is worth having tiles of few tokens."""
 ONE_TOKEN, FEW_TOKENS, FMA_TILE = (1, 8), (4, 8), (4, 4)
 """Tokens of a tile, and rows of a matrix, where tensor cores do not multiply: of float32, and of other types."""
 
@@ -41,7 +43,7 @@ def moe_experts(
         form = form_of(source, matrices, long=D * inner >= LONG)
         if not form.takes(source):
             source = contiguous(source)
-        tile = form.tile(M) if form.by_mma else FMA_TILE
+        tile = form.tile(min(M, 8) if M * K <= FEW * routed else M) if form.by_mma else FMA_TILE
         if form.suffix == "f32" and not form.any:
             tile = ONE_TOKEN if M == 1 else FEW_TOKENS
         grid = min(M * K, routed) + shared * blocks_for(M, tile[0]), blocks_for(rows, tile[1])
