@@ -62,9 +62,9 @@ __device__ __forceinline__ void multiply(const Product<X, W>& p)
     }
     wait_for_earlier();
     if constexpr (N > 0)
-        multiply_by_fma<TOKENS, ROWS, N, GATED>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
+        multiply_by_fma<TOKENS, ROWS, N, GATED, PastL1>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
     else if constexpr (ROWS < RING_ROWS)
-        multiply_by_mma<TOKENS, ROWS, GATED>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
+        multiply_by_mma<TOKENS, ROWS, GATED, PastL1>(weights, p.gain, p.eps, p.O, p.D, tokens, block, input, store);
     else
         multiply_by_ring<TOKENS, GATED>(weights, p.O, p.D, tokens, block, input, store);
 }

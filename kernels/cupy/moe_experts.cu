@@ -119,9 +119,11 @@ __device__ __forceinline__ void multiply(
         }
     }
     if constexpr (N == 0)
-        multiply_by_mma<TOKENS, ROWS, PAIRED>(weights, gain, eps, outputs, width, tokens, block, input, store);
+        multiply_by_mma<TOKENS, ROWS, PAIRED, ThroughL1>(
+            weights, gain, eps, outputs, width, tokens, block, input, store);
     else
-        multiply_by_fma<TOKENS, ROWS, N, PAIRED>(weights, gain, eps, outputs, width, tokens, block, input, store);
+        multiply_by_fma<TOKENS, ROWS, N, PAIRED, ThroughL1>(
+            weights, gain, eps, outputs, width, tokens, block, input, store);
 }
 
 // The tiles of one place of the grid (see `Experts`), and an output block of each. GATED: from x to hidden; else from
@@ -134,7 +136,7 @@ __device__ __forceinline__ void expert_block(
     __shared__ int32 pairs[TOKENS + 32 * (N > 0 ? FMA_PARTS : MMA_PARTS)];
     constexpr int32 OUTPUTS = GATED ? ROWS / 2 : ROWS;
     const int32 outputs = GATED ? I : D, width = GATED ? D : I, likely = experts.likely_at(blockIdx.x, TOKENS);
-    if (likely >= 0) {
+    if (TOKENS > 1 && likely >= 0) {
         const int32 first = blockIdx.y * OUTPUTS, rows = min(OUTPUTS, outputs - first);
         const T* own = matrices + (int64(likely) * (GATED ? 2 : 1) * outputs + first) * width;
         prefetch_rows(own, rows, width);

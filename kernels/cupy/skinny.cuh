@@ -33,6 +33,32 @@ template <int32 N, typename T> __device__ __forceinline__ Chunk<T, N> load_chunk
     return *reinterpret_cast<const Chunk<T, N>*>(p);
 }
 
+// How W is read, of which a block needs each element once: through L1, or past it, so that x stays there.
+struct ThroughL1 {
+    static __device__ __forceinline__ uint4 load(const uint4* p) { return *p; }
+};
+
+struct PastL1 {
+    static __device__ __forceinline__ uint4 load(const uint4* p)
+    {
+        uint4 x;
+        asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+            : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+            : "l"(p));
+        return x;
+    }
+};
+
+template <typename Way, int32 N, typename T> __device__ __forceinline__ Chunk<T, N> load_weights(const T* p)
+{
+    if constexpr (sizeof(Chunk<T, N>) == sizeof(uint4)) {
+        const uint4 x = Way::load(reinterpret_cast<const uint4*>(p));
+        return reinterpret_cast<const Chunk<T, N>&>(x);
+    } else {
+        return load_chunk<N>(p);
+    }
+}
+
 // The part that this warp has of `count` things, of a part a warp: the first and the end.
 __device__ __forceinline__ void own_part(int32 count, int32& begin, int32& end)
 {
@@ -61,7 +87,8 @@ template <int32 COUNT, int32 STEP = 16, typename X> __device__ __forceinline__ X
 
 // By fused multiplications and additions, N columns a load. A thread has TOKENS times ROWS sums (of PAIRED, half of the
 // rows gate's and half up's), and a warp's lanes share its part of the columns.
-template <int32 TOKENS, int32 ROWS, int32 N, bool PAIRED, typename X, typename W, typename Input, typename Store>
+template <
+    int32 TOKENS, int32 ROWS, int32 N, bool PAIRED, typename Way, typename X, typename W, typename Input, typename Store>
 __device__ __forceinline__ void multiply_by_fma(
     const W* __restrict__ weights, const X* __restrict__ gain, double eps, int32 outputs, int32 width, int32 tokens,
     int32 output_block, Input input, Store store)
@@ -90,7 +117,7 @@ __device__ __forceinline__ void multiply_by_fma(
     for (int32 k = begin; k < end; k += STRIDE) {
         Chunk<W, N> w[ROWS];
 #pragma unroll
-        for (int32 r = 0; r < ROWS; ++r) w[r] = load_chunk<N>(rows[r] + k);
+        for (int32 r = 0; r < ROWS; ++r) w[r] = load_weights<Way, N>(rows[r] + k);
         Chunk<X, N> g;
         if (gain) g = load_chunk<N>(gain + k);
 #pragma unroll
@@ -186,7 +213,7 @@ template <typename T> __device__ __forceinline__ void take_gain(uint4& x, const 
     }
 }
 
-template <int32 TOKENS, int32 ROWS, bool PAIRED, typename T, typename Input, typename Store>
+template <int32 TOKENS, int32 ROWS, bool PAIRED, typename Way, typename T, typename Input, typename Store>
 __device__ __forceinline__ void multiply_by_mma(
     const T* __restrict__ weights, const T* __restrict__ gain, double eps, int32 outputs, int32 width, int32 tokens,
     int32 output_block, Input input, Store store)
@@ -226,7 +253,7 @@ __device__ __forceinline__ void multiply_by_mma(
             for (int32 m = 0; m < ROW_TILES; ++m) {
 #pragma unroll
                 for (int32 i = 0; i < 2; ++i)
-                    w[u][m][i] = there ? *reinterpret_cast<const uint4*>(rows[m][i] + k) : nothing;
+                    w[u][m][i] = there ? Way::load(reinterpret_cast<const uint4*>(rows[m][i] + k)) : nothing;
             }
 #pragma unroll
             for (int32 n = 0; n < TILES; ++n)
