@@ -271,7 +271,7 @@ def main(
     def load(kind: str) -> DeepseekV3:
         if seed_of_weights is None:
             return load_model(path, dtype=kind, backend=backend)
-        config = ModelConfig.from_dict(json.loads(path.read_text("utf-8")))
+        config = _configuration(path)
         return DeepseekV3(config, random_weights(config, seed_of_weights, backend=backend), dtype=kind, backend=backend)
 
     try:
@@ -295,6 +295,14 @@ def main(
             file.write((json.dumps(record, indent=1) + "\n").encode())
         figures.save(figures.plot_precision(table), out / "precision.svg")
         click.echo(f"written: {out / 'precision.json'} and {out / 'precision.svg'}")
+
+
+def _configuration(path: Path) -> ModelConfig:
+    """What a ``config.json`` says."""
+    try:
+        return ModelConfig.from_dict(json.loads(path.read_text("utf-8")))
+    except (OSError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"MODEL must be a config.json where --random is given, got {path}: {error}") from error
 
 
 if __name__ == "__main__":

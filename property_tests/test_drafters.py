@@ -256,7 +256,7 @@ def test_oracle_forgets_requests_that_ended():
         (
             lambda: OracleDrafter([[1]], 11)(context_of({0: [1, 2]}, began=[]), 1, 1),
             ValueError,
-            r"request 0 .* began with this drafter",
+            r"request 0 .* began with this drafter and has not ended, got another: have a drafter for each generation",
         ),
         (lambda: NoiseLaw([]), ValueError, r"rank_probs must have a row for depth 1"),
         (lambda: NoiseLaw([[0.5], [0.7, 0.4]]), ValueError, r"rank_probs\[1\], of depth 2, .* at most 1, got \[0.7"),

@@ -330,8 +330,15 @@ def _spread(
 ) -> Generation:
     """Generate in a process a device; the bar moves as shares of the prompts are done."""
     from ddtree.engine import generate_many
+    from ddtree.engine.spread import visible_devices
 
-    named = None if devices == ("all",) else devices
+    if devices == ("all",):
+        try:
+            devices = tuple(visible_devices())
+        except ValueError as error:
+            raise ValueError(
+                "--devices all needs a CUDA device, and none can be used here: pass --devices cpu,cpu"
+            ) from error
     share = 8 if max_batch is None else 2 * max_batch  # so that finished requests are replaced
     with _bar(len(tokens) * max_new_tokens) as advance:
 
@@ -339,7 +346,7 @@ def _spread(
             advance(max_new_tokens if emission.finish_reason else len(emission.token_ids))
 
         return generate_many(
-            make_engine, tokens, max_new_tokens, devices=named, share=share, on_emission=on_emission, **options
+            make_engine, tokens, max_new_tokens, devices=devices, share=share, on_emission=on_emission, **options
         )
 
 

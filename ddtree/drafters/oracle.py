@@ -198,9 +198,15 @@ class OracleDrafter:
         B, K = len(context.request_ids), min(topk, self.vocab_size)
         token_ids = np.full((B, depth, K), -1, np.int32)
         for b, (request, tokens) in enumerate(zip(context.request_ids, context.tokens, strict=True)):
-            if request not in self.continuations or request not in self._prompt_lens:
-                known = "began with this drafter" if request in self.continuations else "has a continuation"
-                raise ValueError(f"request {request} must be one that {known}, got another: pass its continuation")
+            if request not in self.continuations:
+                raise ValueError(
+                    f"request {request} must be one that has a continuation, got another: pass its continuation"
+                )
+            if request not in self._prompt_lens:
+                raise ValueError(
+                    f"request {request} must be one that began with this drafter and has not ended, got another: "
+                    "have a drafter for each generation that is under way"
+                )
             prompt_len = self._prompt_lens[request]
             token_ids[b] = self._drafts(request, prompt_len, len(tokens) - prompt_len, 1, depth, K)[0]
         return np.where(token_ids >= 0, _confidence(depth, K), np.float32(-np.inf)), token_ids

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import math
 from collections.abc import Iterator, Mapping
 from statistics import NormalDist
 from typing import Any
@@ -19,6 +18,7 @@ from ddtree.model.config import ModelConfig
 
 __all__ = ["random_weights"]
 
+LEAST_STD = 1e-30
 _QUANTILES = 1 << 16
 _PIECE = 1 << 24
 """Elements that are made at a time."""
@@ -45,7 +45,7 @@ def random_weights(
         0 … 2⁶³ − 1. A tensor's values depend on it and on the tensor's name alone, to the bit: not on the device, nor
         on what else is asked for.
     std : float
-        Standard deviation of the matrices' elements, over 0: transformers' ``initializer_range``.
+        Standard deviation of the matrices' elements, 1e-30 … 1e30: transformers' ``initializer_range``.
     fused_experts : bool
         Name a layer's experts as transformers 5 does, ``gate_up_proj`` and ``down_proj``, and not three matrices an
         expert as the hub does. They are the same experts.
@@ -79,8 +79,8 @@ def random_weights(
     DeepseekV3(3 layers, hidden 64, vocab 512, float32, numpy)
     """
     seed, std = integer("seed", seed, 0, 2**63 - 1), real("std", std)
-    if not 0 < std < math.inf:
-        raise ValueError(f"std must be a number over 0, got {std}")
+    if not LEAST_STD <= std <= 1 / LEAST_STD:
+        raise ValueError(f"std must be in {LEAST_STD:g} … {1 / LEAST_STD:g}, whose multiples float32 holds, got {std}")
     kind = "numpy" if backend is None else get_backend(backend).array_kind
     if kind == "torch":
         raise ValueError(

@@ -43,7 +43,7 @@ def moe_experts(
         form = form_of(source, matrices, long=D * inner >= LONG)
         if not form.takes(source):
             source = contiguous(source)
-        tile = form.tile(min(M, 8) if M * K <= FEW * routed else M) if form.by_mma else FMA_TILE
+        tile = form.tile(min(M, 8) if FEW * routed >= M * K else M) if form.by_mma else FMA_TILE
         if form.suffix == "f32" and not form.any:
             tile = ONE_TOKEN if M == 1 else FEW_TOKENS
         grid = min(M * K, routed) + shared * blocks_for(M, tile[0]), blocks_for(rows, tile[1])

@@ -608,7 +608,10 @@ def test_random_weights_in_pieces_are_those_in_one(monkeypatch):
     [
         ({"seed": -1}, ValueError, r"seed must be .* got -1"),
         ({"seed": 0.5}, TypeError, r"seed must be an integer, got float 0\.5"),
-        ({"std": 0.0}, ValueError, r"std must be a number over 0, got 0\.0"),
+        ({"std": 0.0}, ValueError, r"std must be in 1e-30 … 1e\+30, .*, got 0\.0"),
+        ({"std": 1e-40}, ValueError, r"std must be in 1e-30 … 1e\+30, .*, got 1e-40"),
+        ({"std": 1e40}, ValueError, r"std must be in 1e-30 … 1e\+30, .*, got 1e\+40"),
+        ({"std": float("inf")}, ValueError, r"std must be finite, got inf"),
         ({"std": float("inf")}, ValueError, r"std must be"),
         ({"backend": "no_such"}, ValueError, r"backend must be one of reference, .* got 'no_such'"),
     ],

@@ -106,6 +106,16 @@ def test_where_it_cannot_run_is_told(run, options, message):
     assert re.search(message, " ".join(result.output.replace("│", " ").split()))
 
 
+def test_all_devices_where_there_is_none(run, monkeypatch):
+    def none():
+        raise ValueError("none is visible")
+
+    monkeypatch.setattr("ddtree.engine.spread.visible_devices", none)
+    result = run("--model", BUNDLE, "--ids", IDS, "--devices", "all")
+    assert result.exit_code == 2
+    assert "--devices all needs a CUDA device" in " ".join(result.output.replace("│", " ").split())
+
+
 def test_trees_as_text(run):
     text = "1 2 3 1 2 3 1 2"
     shown = run("--model", BUNDLE, "--ids", text, "--show-trees", "--max-new-tokens", 12, "--save", "run.kdtr").stdout

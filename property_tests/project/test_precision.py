@@ -175,5 +175,8 @@ def test_the_command_on_random_weights_and_on_what_it_cannot_run(tmp_path):
     result = CliRunner().invoke(main, [str(file), *options])
     assert result.exit_code == 1
     assert "pass backend='cupy' to have it on a GPU" in result.output
-    file.write_text("{")
-    assert CliRunner().invoke(main, [str(file), *options]).exit_code == 1
+    for text in ("{", "[]", "{}"):
+        file.write_text(text)
+        result = CliRunner().invoke(main, [str(file), *options])
+        assert result.exit_code == 1
+        assert "MODEL must be a config.json where --random is given, got" in result.output
