@@ -329,9 +329,9 @@ def test_hidden_states_of_another_shape_are_refused(resident):
 
     engine = engine_on(Few(), LookingBack(), depth=2, budget=2, resident=resident)
     with pytest.raises(
-        ValueError, match=r"hidden states of layer 1 as an array of shape \(1, 1, D\), got \(1, 0, 12\)"
+        ValueError, match=r"hidden states of layer 1 as an array of shape \(1, 8, D\), got \(1, 0, 12\)"
     ):
-        engine.generate([[1]], 5)
+        engine.generate([[1] * 8], 5)
 
 
 def test_more_new_tokens_than_the_host_has_room_for_are_said(monkeypatch):

@@ -14,7 +14,7 @@ from ddtree.ops import compact_cache
 from ddtree.protocols import KVCache, Target
 from ddtree.trees import Acceptance
 
-__all__ = ["PagedCache", "Pages"]
+__all__ = ["PagedCache", "Pages", "new_array"]
 
 
 class PagedCache:
@@ -38,9 +38,8 @@ class PagedCache:
     """
 
     def __init__(self, target: Target, pages: Pages, backend: str | None, like: Any = None) -> None:
-        if like is None:
-            like = _checked(_new(target, pages), pages.count, pages.page_size)
-        self.pages, self.like, self.backend = pages, like, backend
+        self.pages, self.backend = pages, backend
+        self.like = new_array(target, pages) if like is None else like
         self._xp = array_namespace(self.like)
 
     def admit(self, request: int) -> bool:
@@ -101,13 +100,19 @@ class Pages:
         self.owned[request] = 0
 
 
-def _new(target: Target, pages: Pages) -> Any:
+def new_array(target: Target, pages: Pages, count: int | None = None) -> Any:
+    """Return a new array of ``count`` pages for a :class:`PagedCache`, by default as many as there are."""
+    count = pages.count if count is None else count
+    return _checked(_new(target, pages, count), count, pages.page_size)
+
+
+def _new(target: Target, pages: Pages, count: int) -> Any:
     try:
-        return target.new_cache(pages.count, pages.page_size)
+        return target.new_cache(count, pages.page_size)
     except MemoryError as error:
         longest = int(np.argmax(pages.need))
         raise MemoryError(
-            f"no room for a cache of {pages.count:,} pages of {pages.page_size} rows, of which prompts[{longest}], the "
+            f"no room for a cache of {count:,} pages of {pages.page_size} rows, of which prompts[{longest}], the "
             f"longest, needs {pages.need[longest]:,}: {error}; pass a smaller max_batch, cache_rows or max_new_tokens, "
             "or fewer prompts"
         ) from error

@@ -1,16 +1,18 @@
-"""Work on a GPU that is captured once and replayed, and copies that arrive on the host while it goes on."""
+"""Work on a GPU that is captured once and replayed, and copies from and to the host that run while it goes on."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable
-from typing import Any
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Readback", "captured"]
+__all__ = ["Inputs", "Readback", "Readbacks", "Repeated", "captured"]
 
 
 def captured(xp: Any, work: Callable[[], None]) -> Callable[[], None]:
@@ -45,22 +47,151 @@ def captured(xp: Any, work: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-class Readback:
-    """Arrays on their way to the host: through pinned memory, behind what the current stream has to do."""
+class Repeated:
+    """Work that is done as it is the first time, captured the second, and from then on replayed.
 
-    def __init__(self, xp: Any, arrays: list[Any]) -> None:
-        if xp is np:
-            self._event, self._arrays = None, [array.copy() for array in arrays]
-            return
-        empty_pinned = importlib.import_module("cupyx").empty_pinned
-        self._arrays = [empty_pinned(array.shape, array.dtype) for array in arrays]
-        for array, host in zip(arrays, self._arrays, strict=True):
-            array.get(out=host, blocking=False)
-        self._event = xp.cuda.Event(disable_timing=True)
-        self._event.record()
+    Attributes
+    ----------
+    replay : callable or None
+        What :func:`captured` returned, once it has.
+    """
+
+    def __init__(self, xp: Any) -> None:
+        self.xp = xp
+        self.replay: Callable[[], None] | None = None
+        self._has_run = False
+
+    def repeat(self, work: Callable[[], None]) -> None:
+        """Do ``work``, which is the same each time."""
+        if self.replay is None and self._has_run:
+            self.replay = captured(self.xp, work)
+        (self.replay or work)()
+        self._has_run = True
+
+
+ALIGNMENT = 256
+"""Bytes that an array among :class:`Inputs` begins at a multiple of."""
+
+
+class _Room(NamedTuple):
+    """Memory on the host that inputs are sent from."""
+
+    data: NDArray[np.uint8]
+    arrays: dict[str, NDArray[Any]]
+    sent: Any
+    """Event behind the copy; None where arrays are on the host."""
+
+
+class Inputs:
+    """Arrays that the host writes and work reads, sent together by one copy, behind what the current stream has to do.
+
+    Parameters
+    ----------
+    xp : module
+        numpy or cupy.
+    shapes : mapping of str to (shape, type)
+        Of each array.
+
+    Attributes
+    ----------
+    arrays : dict of str to array
+        Where they are read, at the same addresses each time, as a graph wants them.
+    """
+
+    ROOMS = 2
+    """The host writes into one while the other is being copied."""
+
+    def __init__(self, xp: Any, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> None:
+        self._xp, self._shapes = xp, shapes
+        sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes.values()]
+        self._ends = np.cumsum([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]).tolist()
+        self._data = xp.empty(self._ends[-1], np.uint8)
+        self.arrays: dict[str, Any] = self._arrays_in(self._data)
+        self._rooms = deque(self._room() for _ in range(self.ROOMS))
+
+    def write(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays on the host, to be written in full: they hold anything, and no copy reads them any more."""
+        room = self._rooms[0]
+        if room.sent is not None:
+            room.sent.synchronize()
+        return room.arrays
+
+    def send(self) -> None:
+        """Send what was written, and have the next arrays written elsewhere."""
+        room = self._rooms[0]
+        if room.sent is None:
+            self._data[...] = room.data
+        else:
+            cuda = self._xp.cuda
+            stream = cuda.get_current_stream()
+            cuda.runtime.memcpyAsync(
+                *(self._data.data.ptr, room.data.ctypes.data, room.data.nbytes),
+                *(cuda.runtime.memcpyHostToDevice, stream.ptr),
+            )
+            room.sent.record(stream)
+        self._rooms.rotate(-1)
+
+    def _room(self) -> _Room:
+        data = _on_host(self._xp, (self._ends[-1],), np.uint8)
+        return _Room(data, self._arrays_in(data), _event(self._xp))
+
+    def _arrays_in(self, data: Any) -> dict[str, Any]:
+        arrays, begin = {}, 0
+        for (name, (shape, dtype)), end in zip(self._shapes.items(), self._ends, strict=True):
+            size = math.prod(shape) * np.dtype(dtype).itemsize
+            arrays[name] = data[begin : begin + size].view(dtype).reshape(shape)
+            begin = end
+        return arrays
+
+
+class Readbacks:
+    """Copies to the host, through memory that is used again once they have been read."""
+
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
+        self._free: dict[Any, list[Readback]] = {}
+
+    def start(self, arrays: list[Any]) -> Readback:
+        """Have ``arrays`` copied to the host, behind what the current stream has to do."""
+        like = tuple([(array.shape, array.dtype) for array in arrays])
+        free = self._free.setdefault(like, [])
+        readback = free.pop() if free else Readback(self._xp, like, free)
+        readback.start(arrays)
+        return readback
+
+
+class Readback:
+    """Arrays on their way to the host: see :class:`Readbacks`."""
+
+    def __init__(self, xp: Any, like: tuple[tuple[tuple[int, ...], Any], ...], free: list[Readback]) -> None:
+        self._hosts = [_on_host(xp, *of_one) for of_one in like]
+        self._event, self._free = _event(xp), free
+
+    def start(self, arrays: list[Any]) -> None:
+        """Begin the copies."""
+        for array, host in zip(arrays, self._hosts, strict=True):
+            if self._event is None:
+                host[...] = array
+            else:
+                array.get(out=host, blocking=False)
+        if self._event is not None:
+            self._event.record()
 
     def wait(self) -> list[NDArray[Any]]:
-        """The arrays on the host, as soon as they are there."""
+        """The arrays on the host, the caller's own, as soon as they are there: once after each start."""
         if self._event is not None:
             self._event.synchronize()
-        return self._arrays
+        arrays = [host.copy() for host in self._hosts]
+        self._free.append(self)
+        return arrays
+
+
+def _on_host(xp: Any, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Memory on the host that a GPU's copies take no detour to."""
+    make = np.empty if xp is np else importlib.import_module("cupyx").empty_pinned
+    array: NDArray[Any] = make(shape, dtype)
+    return array
+
+
+def _event(xp: Any) -> Any:
+    return None if xp is np else xp.cuda.Event(disable_timing=True)

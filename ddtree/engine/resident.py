@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 
 from ddtree.arrays import array_namespace, use_stream_of
 from ddtree.checks import INT32_MAX
-from ddtree.engine.cache import PagedCache, Pages
-from ddtree.engine.graphs import Readback, captured
+from ddtree.engine.cache import PagedCache, Pages, new_array
+from ddtree.engine.graphs import Readback, Readbacks, Repeated
+from ddtree.engine.prompts import MOST_ROWS, Part, PromptPass, parts_of
 from ddtree.engine.records import RESIDENT_STAGES, Round
-from ddtree.engine.run import Run, checked_draft, name_of
+from ddtree.engine.run import Run, checked_draft, joined, name_of
 from ddtree.ops import accept_tree, build_tree, compact_cache, tree_positions
-from ddtree.protocols import CachingTarget, KVCache, ResidentDraft, ResidentDrafter, ResidentState
+from ddtree.protocols import CachingTarget, KVCache, ResidentDraft, ResidentDrafter, ResidentState, Target
 from ddtree.trees import Acceptance, DraftTree
 
 __all__ = ["ResidentRun", "RoundLoop", "RoundLoops", "RoundState"]
@@ -37,6 +38,12 @@ LATE = 4
 
 KEPT_LOOPS = 4
 """Captured loops that an engine keeps for runs to come."""
+
+KEPT_PASSES = 8
+"""Shapes of prompts that a loop keeps captured passes for."""
+
+LEAST_STOPS = 4
+"""Room for stop tokens, so that runs with few and with none share a loop."""
 
 FAULTS = {
     1: "log_probs must be at most 0: pass log-probs, not logits",
@@ -77,29 +84,37 @@ class LoopKey(NamedTuple):
     budget: int
     topk: int
     slots: int
-    num_stops: int
-    sampling: tuple[tuple[str, Any], ...]
+    stops: int
+    sampling: tuple[Any, ...]
     hidden_layers: tuple[int, ...]
     drafter: int
 
+    @classmethod
+    def of(cls, run: ResidentRun) -> LoopKey:
+        """The key of a run's loop."""
+        stops = max(LEAST_STOPS, 1 << (len(run.stop_tokens) - 1).bit_length())
+        greedy = run.sampling["temperature"] == 0
+        sampling = () if greedy else tuple(run.sampling[name] for name in ("temperature", "top_p", "seed"))
+        return cls(*run.plan[:3], run.max_batch, stops, sampling, run.hidden_layers, id(run.drafter))
 
-class RoundLoop:
-    """B slots, their cache and the round over them, which is captured when it has run once."""
 
-    def __init__(self, run: ResidentRun, pages: Pages, like: Any) -> None:
-        plan, B = run.plan, run.max_batch
+class RoundLoop(Repeated):
+    """B slots, their cache, the round over them and the passes that fill them, each captured when it has run once."""
+
+    def __init__(self, run: ResidentRun, width_in_pages: int, like: Any) -> None:
+        super().__init__(array_namespace(like))
+        plan, B, xp = run.plan, run.max_batch, self.xp
         self.drafter = run.drafter  # kept alive: its id is in the key
-        self.pages, self.width_in_pages, self.like = pages.count, pages.table.shape[1], like
-        self.xp = xp = array_namespace(like)
+        (_, self.pages, page_size, _), self.width_in_pages, self.like = like.shape, width_in_pages, like
         self.ops = importlib.import_module("ddtree.reference" if xp is np else "ddtree.kernels.cupy")
         ints = {name: xp.zeros(B, np.int32) for name in SLOT_INTS}
         self.state = RoundState(
-            tokens=xp.zeros((B, self.width_in_pages * pages.page_size), np.int32),
+            tokens=xp.zeros((B, width_in_pages * page_size), np.int32),
             keys=xp.zeros(B, np.int64),
-            page_table=xp.zeros((B, self.width_in_pages), np.int32),
+            page_table=xp.zeros((B, width_in_pages), np.int32),
             **ints,
         )
-        self.stops = xp.zeros(len(run.stop_tokens), np.int32)
+        self.stops = xp.zeros(run.key.stops, np.int32)
         self.record = xp.zeros((B, plan.depth + 4), np.int32)
         self.no_faults = xp.zeros((B, 2), np.int32)
         self.root_tree = _root_trees(xp, self.state, plan.depth)
@@ -110,17 +125,35 @@ class RoundLoop:
         self.resident_draft: ResidentDraft | None = None
         self.width = plan.topk  # K of the drafts
         self.outputs: tuple[DraftTree, Any, Acceptance]
-        self.rounds = 0
-        self.replay: Callable[[], None] | None = None
+        self.readbacks = Readbacks(xp)
+        self.passes: OrderedDict[tuple[int, int], PromptPass] = OrderedDict()
+
+    def has_room(self, pages: Pages) -> bool:
+        """Whether all of a run's pages are there, and places for those of its longest request."""
+        return bool(self.pages >= pages.count and self.width_in_pages >= pages.table.shape[1])
 
     def reset(self, stops: NDArray[np.int32]) -> None:
         """Free all slots, for a new run."""
         for name in ("lengths", "remaining", "running", "prefix_lens", "kept"):
             getattr(self.state, name)[...] = 0
-        self.stops[...] = self.xp.asarray(stops)
+        room = np.full(len(self.stops), INT32_MAX, np.int32)  # which is no token
+        room[: len(stops)] = stops
+        self.stops[...] = self.xp.asarray(room)
         if self.resident_draft is not None:
             for slot in range(len(self.state.lengths)):
                 self.resident_draft.end(slot)
+
+    def pass_of(self, part: Part) -> PromptPass:
+        """A pass of a part's shape: of a small one the same each time, while it is among those last used."""
+        shape = part.places, part.width
+        if part.places * part.width > MOST_ROWS:
+            return PromptPass(self, *shape)
+        if shape not in self.passes:
+            self.passes[shape] = PromptPass(self, *shape)
+        self.passes.move_to_end(shape)
+        if len(self.passes) > KEPT_PASSES:
+            self.passes.popitem(last=False)
+        return self.passes[shape]
 
     def open_drafter(self, run: ResidentRun, hidden_states: dict[int, Any]) -> None:
         """Make room for hidden states as wide as those of a prefill, and have the drafter open its slots."""
@@ -133,16 +166,6 @@ class RoundLoop:
         if isinstance(run.drafter, ResidentDrafter):
             self.resident_draft = run.drafter.open_resident(self.state, run.plan.depth, run.plan.topk)
 
-    def step(self, run: ResidentRun) -> None:
-        """Do one round: the first as it is, later ones by the graph that the second captures."""
-        if self.rounds == 0:
-            self.round(run)
-        else:
-            if self.replay is None:
-                self.replay = captured(self.xp, lambda: self.round(run))
-            self.replay()
-        self.rounds += 1
-
     def round(self, run: ResidentRun) -> None:
         """Launch a round of every slot, from draft to commit."""
         s, xp, backend = self.state, self.xp, run.engine.backend
@@ -152,9 +175,8 @@ class RoundLoop:
         if run.sampling["temperature"] > 0:
             positions = tree_positions(tree.depths, s.prefix_lens, backend=backend, validate=False)
         choices = run.choose(output.logits, positions, s.keys)
-        stops = self.stops if len(self.stops) else None
         acceptance = accept_tree(
-            tree, choices, remaining=s.remaining, stop_token_ids=stops, backend=backend, validate=False
+            tree, choices, remaining=s.remaining, stop_token_ids=self.stops, backend=backend, validate=False
         )
         if tree.num_slots > 1:
             compact_cache(self.like, s.page_table, s.prefix_lens, acceptance, backend=backend, validate=False)
@@ -216,11 +238,9 @@ class RoundLoops:
         """Every loop."""
         return list(self._loops.values())
 
-    def take(self, key: LoopKey, pages: Pages) -> RoundLoop | None:
-        """The loop of ``key``, for one run alone; one that has no room for all of ``pages`` is let go of."""
-        found = self._loops.pop(key, None)
-        fits = found is not None and found.pages >= pages.count and found.width_in_pages >= pages.table.shape[1]
-        return found if fits else None
+    def take(self, key: LoopKey) -> RoundLoop | None:
+        """The loop of ``key``, if there is one, for one run alone."""
+        return self._loops.pop(key, None)
 
     def keep(self, key: LoopKey, loop: RoundLoop) -> None:
         """Keep a loop."""
@@ -241,8 +261,9 @@ class Flight(NamedTuple):
     """What the device is at or has done, and the host has not read yet: a prefill or a round."""
 
     requests: NDArray[np.int64]
-    """Of a prefill its requests, of a round each slot's, −1 where there was none."""
-    of_round: bool
+    """Of a prefill those whose prompts end in it, of a round each slot's; −1 where there is none."""
+    prompts: PromptPass | None
+    """Of a prefill its pass, whose memory the device is at until then."""
     readback: Readback
 
 
@@ -258,6 +279,7 @@ class ResidentRun(Run):
         self.under_way = np.zeros(len(self.committed), np.int64)  # in how many flights each request is
         self.kept: dict[int, int] = {}  # rows that each request's last round kept
         self.prompt_states: dict[int, dict[int, Any]] = {}  # for a drafter on the host, until its first draft
+        self.torn = False  # whether launches have been left half done
         self.stream: Any = contextlib.nullcontext()
         if len(self.committed) and self.xp is not np:
             with use_stream_of(self.cache.like):
@@ -265,45 +287,60 @@ class ResidentRun(Run):
 
     def open_cache(self) -> PagedCache:
         """Pages of the array of a loop: of one that an earlier run has captured, if it has room, or of a new one."""
-        loops, pages, target = self.engine.loops, self.pages(), self.engine.target
+        target, pages = self.engine.target, self.pages()
         assert not isinstance(target, CachingTarget)  # the engine has seen to that
-        sampling = tuple(sorted(self.sampling.items(), key=lambda item: item[0]))
-        self.key = LoopKey(
-            *self.plan[:3], self.max_batch, len(self.stop_tokens), sampling, self.hidden_layers, id(self.drafter)
-        )
-        loop, self.table = loops.take(self.key, pages), pages.table
-        if loop is not None:
-            self.loop = loop
-            return PagedCache(target, pages, self.engine.backend, loop.like)
+        self.key, self.table = LoopKey.of(self), pages.table
+        loop = self.engine.loops.take(self.key)
+        if loop is None:
+            loop = self.new_loop(target, pages, pages.count, pages.table.shape[1])
+        elif not loop.has_room(pages):
+            # runs that grow, as those of a conversation do, outgrow few loops
+            most, width = 2 * loop.pages, max(pages.table.shape[1], 2 * loop.width_in_pages)
+            if self.engine.cache_rows is not None:
+                most = min(most, self.engine.cache_rows // self.engine.page_size)
+            loop = None
+            loop = self.new_loop(target, pages, max(pages.count, most), width)
+        self.loop = loop
+        return PagedCache(target, pages, self.engine.backend, loop.like)
+
+    def new_loop(self, target: Target, pages: Pages, count: int, width_in_pages: int) -> RoundLoop:
+        """A loop of ``count`` pages, or of no more than are needed where there is no room for so many."""
+        loops = self.engine.loops
         loops.shrink(KEPT_LOOPS - 1)
-        try:
-            cache = PagedCache(target, pages, self.engine.backend)
-        except MemoryError:
-            if not len(loops):
-                raise
-            loops.clear()  # what other batches have captured goes first
-            cache = PagedCache(target, pages, self.engine.backend)
-        self.loop = RoundLoop(self, pages, cache.like)
-        return cache
+        while True:
+            try:
+                return RoundLoop(self, width_in_pages, new_array(target, pages, count))
+            except MemoryError:
+                if count > pages.count:
+                    count = pages.count
+                elif len(loops):
+                    loops.clear()  # what other batches have captured goes
+                else:
+                    raise
 
     def steps(self) -> Iterator[Round | None]:
         """Run to the end: None for emissions, or a round once it is read, where rounds are shown."""
-        whole = not len(self.committed)
         try:
             if len(self.committed):
-                with self.on_its_stream():
+                with self.on_its_stream(), self.launching():
                     self.loop.reset(self.stop_tokens)
             while self.waiting or self.active:
                 with self.on_its_stream():  # once for as many steps as nobody wants to see
                     record = self.next_shown()
                 yield record
-            whole = True
         finally:
             if self.flight:
                 self.flight[-1].readback.wait()
-            if whole and len(self.committed):  # else what is captured may be half done
+            if len(self.committed) and not self.torn:
                 self.engine.loops.keep(self.key, self.loop)
             self.forget()
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        """Do what leaves the loop of no use to other runs if it is left in the middle."""
+        self.torn = True
+        yield
+        self.torn = False
 
     def next_shown(self) -> Round | None:
         """Do steps until there are emissions or a round to be shown, or nothing is left to do."""
@@ -316,7 +353,7 @@ class ResidentRun(Run):
         """Begin requests that there is room for, start a round if it can be of use, and read what has to be read."""
         admitted = self.admit()
         if admitted:
-            with self.timed("prefill"):
+            with self.timed("prefill"), self.launching():
                 self.begin(admitted)
         with self.timed("rounds"):
             started = self.is_of_use() and (self.drafts_here() or not self.flight)
@@ -326,39 +363,23 @@ class ResidentRun(Run):
 
     def begin(self, requests: list[int]) -> None:
         """Run prompts, and put their requests and the token after each into free slots."""
-        choices, hidden_states = self.prefill(requests)
-        self.take_off(np.array(requests), False, [choices])
-        self.loop.open_drafter(self, hidden_states[0])
         slots = np.flatnonzero(self.slots < 0)[: len(requests)].tolist()
-        self.fill(slots, requests, choices)
-        for slot, request, states in zip(slots, requests, hidden_states, strict=True):
+        states: list[list[dict[int, Any]]] = [[] for _ in requests]
+        for part in parts_of(self.committed.prompt_lens[requests].tolist(), self.engine.prefill_chunk):
+            prompts = self.loop.pass_of(part)
+            with self.naming("the prefill", [requests[i] for i in part.prompts]):
+                ended = prompts.run(part, slots, requests, self)
+            self.take_off(ended, [prompts.choices], prompts)
+            for i, rows in zip(part.prompts, prompts.kept_states(), strict=True):
+                states[i].append(rows)
+        for slot, request, parts in zip(slots, requests, states, strict=True):
             self.slots[slot] = request
             prompt = self.committed.prompt(request)
             if self.loop.resident_draft is not None:
-                self.loop.resident_draft.begin(slot, request, prompt, len(prompt), states)
-            else:
-                self.prompt_states[request] = states
+                self.loop.resident_draft.begin(slot, request, prompt, len(prompt), joined(parts))
+            elif self.drafter is not None:
+                self.prompt_states[request] = joined(parts)
             self.began.append(request)
-
-    def fill(self, slots: list[int], requests: list[int], choices: Any) -> None:
-        """Set the state of slots to that of requests whose prompts have been run."""
-        s, xp = self.loop.state, self.xp
-        in_row = slots == list(range(slots[0], slots[0] + len(slots)))  # slices cost less than lists of places
-        rows = xp.asarray(np.array(slots))
-        at = slice(slots[0], slots[0] + len(slots)) if in_row else rows
-        prompts = np.zeros((len(slots), int(self.committed.prompt_lens[requests].max())), np.int32)
-        for row, request in zip(prompts, requests, strict=True):
-            row[: self.committed.prompt_lens[request]] = self.committed.prompt(request)
-        lens = xp.asarray(self.committed.prompt_lens[requests].astype(np.int32))
-        left = xp.asarray(self.committed.remaining[requests].astype(np.int32) - 1)
-        ended = (choices < 0) | (choices[:, None] == self.loop.stops).any(axis=1)
-        s.tokens[at, : prompts.shape[1]] = xp.asarray(prompts)
-        s.tokens[rows, lens] = choices
-        s.page_table[at, : self.table.shape[1]] = xp.asarray(self.table[requests])
-        s.lengths[at], s.prefix_lens[at], s.prompt_lens[at] = lens + 1, lens, lens
-        s.roots[at], s.remaining[at], s.kept[at] = xp.maximum(choices, 0), xp.where(ended, 0, left), 0
-        s.running[at] = s.remaining[at] > 0
-        s.keys[at] = xp.asarray(self.keys[requests])
 
     def is_of_use(self) -> bool:
         """Whether a round more may emit something: each of those under way emits a token, or its request has ended."""
@@ -372,18 +393,18 @@ class ResidentRun(Run):
         """Start a round of all slots, with the drafts of a drafter on the host, and the way of its record home."""
         if not self.drafts_here():
             self.send_drafts()
-        with self.naming("a round", self.active):
-            self.loop.step(self)
+        with self.naming("a round", self.active), self.launching():
+            self.loop.repeat(lambda: self.loop.round(self))
         arrays = [self.loop.record]
         if self.shows_rounds:
             tree, choices, acceptance = self.loop.outputs
             arrays += [getattr(tree, name) for name in TREE_ARRAYS]
             arrays += [choices, *(getattr(acceptance, f.name) for f in fields(Acceptance))]
-        self.take_off(self.slots.copy(), True, arrays)
+        self.take_off(self.slots.copy(), arrays)
 
-    def take_off(self, requests: NDArray[np.int64], of_round: bool, arrays: list[Any]) -> None:
+    def take_off(self, requests: NDArray[np.int64], arrays: list[Any], prompts: PromptPass | None = None) -> None:
         """Have what a prefill or a round left behind come to the host."""
-        self.flight.append(Flight(requests, of_round, Readback(self.xp, arrays)))
+        self.flight.append(Flight(requests, prompts, self.loop.readbacks.start(arrays)))
         self.under_way[requests[requests >= 0]] += 1
 
     def send_drafts(self) -> None:
@@ -409,11 +430,13 @@ class ResidentRun(Run):
 
     def read(self) -> Round | None:
         """Wait for the oldest of what is under way, and commit what it emitted."""
-        requests, of_round, readback = self.flight.popleft()
+        requests, prompts, readback = self.flight.popleft()
         arrays = readback.wait()
-        self.under_way[requests[requests >= 0]] -= 1
-        if not of_round:
-            for request in self.commit(requests, arrays[0][:, None], np.ones(len(requests), np.int64), of_round=False):
+        known = requests >= 0
+        self.under_way[requests[known]] -= 1
+        if prompts is not None:
+            first, ones = arrays[0][known][:, None], np.ones(int(known.sum()), np.int64)
+            for request in self.commit(requests[known], first, ones, of_round=False):
                 self.began.remove(request)  # it never drafted
                 self.free(request)
             return None

@@ -24,7 +24,7 @@ from ddtree.trees import Acceptance, DraftTree, chain_tree
 if TYPE_CHECKING:
     from ddtree.engine.engine import Engine
 
-__all__ = ["NonFiniteLogitsError", "Plan", "Run", "converted", "name_of"]
+__all__ = ["NonFiniteLogitsError", "Plan", "Run", "checked_draft", "converted", "joined", "name_of"]
 
 Record = TypeVar("Record", DraftTree, Acceptance)
 
@@ -160,11 +160,11 @@ class Run(ABC):
                 positions = self.xp.asarray((start + taken[last] - 1)[:, None].astype(np.int32))
                 ended.append((rows[last], self.choose(logits, positions, self.keys[[running[b] for b in last]])[:, 0]))
         if len(ended) == 1:
-            return ended[0][1], [_joined(parts) for parts in hidden]
+            return ended[0][1], [joined(parts) for parts in hidden]
         choices = self.xp.zeros(len(prompts), np.int32)
         for rows, chosen in ended:
             choices[self.xp.asarray(rows)] = chosen
-        return choices, [_joined(parts) for parts in hidden]
+        return choices, [joined(parts) for parts in hidden]
 
     def forward(self, tree: DraftTree, cache: Any, *, last_only: bool = False) -> TargetOutput:
         """Run the target, and see that there are logits of every token after every node that was asked about."""
@@ -362,7 +362,7 @@ def _chains(pieces: list[NDArray[np.int32]]) -> DraftTree:
     return chain_tree(padded, lens)
 
 
-def _joined(parts: list[dict[int, Any]]) -> dict[int, Any]:
+def joined(parts: list[dict[int, Any]]) -> dict[int, Any]:
     """Hidden states of a prompt's pieces, one behind the other."""
     if len(parts) == 1:
         return parts[0]

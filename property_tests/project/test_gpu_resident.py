@@ -15,7 +15,7 @@ import pytest
 from ddtree import reference
 from ddtree.drafters import NgramDrafter, NoiseLaw, OracleDrafter
 from ddtree.engine import Engine, NonFiniteLogitsError
-from ddtree.engine.graphs import Readback, captured
+from ddtree.engine.graphs import Readbacks, captured
 from ddtree.engine.resident import RoundState
 from ddtree.model import golden_bundle, load_model
 from ddtree.property_tests.compare import assert_same
@@ -251,4 +251,4 @@ def test_a_capture_that_fails_leaves_the_stream_usable(cupy: ModuleType) -> None
     replay = captured(cupy, lambda: x.__iadd__(1))
     replay()
     replay()
-    assert Readback(cupy, [x]).wait()[0].tolist() == [2.0] * 4
+    assert Readbacks(cupy).start([x]).wait()[0].tolist() == [2.0] * 4
