@@ -1,6 +1,8 @@
 """Laws of resident rounds: slots that requests pass through, in rounds of one shape, read late, change nothing."""
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,6 +13,7 @@ from hypothesis import given
 from ddtree import reference
 from ddtree.drafters import NgramDrafter, OracleDrafter
 from ddtree.engine import Emission, Engine, NonFiniteLogitsError, ScriptedTarget
+from ddtree.engine.prompts import MOST_PASSES, MOST_ROWS, PromptPass, parts_of
 from ddtree.engine.resident import KEPT_LOOPS, LATE, RoundState
 from ddtree.property_tests.compare import assert_same
 from ddtree.property_tests.targets import VOCABULARY, AttentionTarget, RandomDrafter, repeating_drafter
@@ -184,6 +187,189 @@ def test_a_loop_is_captured_once_for_many_runs():
     for batch in range(1, 2 + KEPT_LOOPS):
         engine.generate([[1]] * batch, 3)
     assert len(engine.loops) == KEPT_LOOPS
+
+
+@given(lens=st.lists(st.integers(1, 400), min_size=1, max_size=12), chunk=st.sampled_from([1, 3, 32, 100, 128, 2048]))
+def test_parts_have_every_token_once_in_order_and_small_ones_few_shapes(lens, chunk):
+    parts, taken = parts_of(lens, chunk), [0] * len(lens)
+    for part in parts:
+        assert len(part.prompts) <= part.places
+        for i in part.prompts:
+            assert part.start == taken[i] < lens[i]
+            count = min(lens[i] - part.start, part.most)
+            assert count <= min(part.width, chunk)
+            taken[i] += count
+    assert taken == lens
+    small = [part for part in parts if part.most < chunk or part.places * part.width <= MOST_ROWS]
+    if len(small) == len(parts) and chunk >= 8:
+        assert all(n & (n - 1) == 0 for part in parts for n in part[3:])
+    assert len(parts) <= MOST_PASSES * -(-max(lens) // chunk)
+
+
+def test_small_prompts_share_passes_and_large_ones_go_at_once():
+    assert [part[3:] for part in parts_of([32] * 8, 2048)] == [(4, 32)] * 2
+    assert [part[3:] for part in parts_of([1, 17, 8], 2048)] == [(4, 32)]
+    assert [part[3:] for part in parts_of([300], 2048)] == [(1, 128), (1, 128), (1, 64)]
+    assert [part[3:] for part in parts_of([900, 4], 2048)] == [(2, 900)]
+    assert [part[3:] for part in parts_of([900, 4], 600)] == [(2, 600), (1, 300)]
+
+
+class Watching:
+    """A drafter on the host that drafts nothing, and keeps the hidden states that it is shown of prompts."""
+
+    hidden_layers = (1,)
+
+    def __init__(self):
+        self.shown: dict[int, Any] = {}
+
+    def __call__(self, context, depth, topk):
+        for request in context.began:
+            self.shown[request] = context.hidden_states[context.request_ids.index(request)][1]
+        shape = (len(context.request_ids), depth, 1)
+        return np.full(shape, -np.inf, np.float32), np.full(shape, -1, np.int32)
+
+
+class LookingOn(Watching):
+    """:class:`Watching` where the rounds are."""
+
+    def open_resident(self, state, depth, topk):
+        self.state, self.depth = state, depth
+        return self
+
+    def begin(self, slot, request, tokens, prompt_len, hidden_states):
+        self.shown[request] = hidden_states[1]
+
+    def end(self, slot):
+        pass
+
+    def draft(self):
+        shape = (len(self.state.lengths), self.depth, 1)
+        return np.full(shape, -np.inf, np.float32), np.full(shape, -1, np.int32)
+
+
+@pytest.mark.parametrize("drafter", [Watching, LookingOn])
+@pytest.mark.parametrize("chunk", [7, 64, 2048])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_prompts_in_passes_of_few_shapes_are_those_of_the_host(drafter, chunk, temperature, monkeypatch):
+    work, replayed = PromptPass.work, {}
+
+    def overwriting(self, run):  # as a graph does with what its last replay left
+        for rows in self.hidden_states.values() if replayed.get(self) else ():
+            rows[...] = np.nan
+        replayed[self] = self.replay is not None
+        work(self, run)
+
+    monkeypatch.setattr(PromptPass, "work", overwriting)
+    rng = np.random.default_rng(chunk)
+    prompts = [rng.integers(0, VOCABULARY, n) for n in (1, 40, 3, 8, 9, 150, 17, 2, 64, 65, 5, 1)]
+    host, resident = Watching(), drafter()
+    wanted, engine = (
+        Engine(
+            AttentionTarget(), d, depth=2, budget=2, backend="reference", resident=r, prefill_chunk=chunk, max_batch=4
+        )
+        for d, r in ((host, False), (resident, True))
+    )
+    expected = wanted.generate(prompts, 6, temperature=temperature)
+    for _ in range(3):  # as it is, captured, replayed
+        resident.shown.clear()
+        actual = engine.generate(prompts, 6, temperature=temperature)
+        for request in range(len(prompts)):
+            assert_same(actual.tokens[request], expected.tokens[request])
+            np.testing.assert_allclose(resident.shown[request], host.shown[request], rtol=1e-9)
+    (loop,) = engine.loops.all
+    assert any(prompts.replay is not None for prompts in loop.passes.values())
+
+
+def test_as_many_passes_are_kept_as_there_is_room_for(monkeypatch):
+    made: list[weakref.ref[PromptPass]] = []
+    init = PromptPass.__init__
+
+    def counted(self, *arguments):
+        made.append(weakref.ref(self))
+        init(self, *arguments)
+
+    monkeypatch.setattr(PromptPass, "__init__", counted)
+    monkeypatch.setattr("ddtree.engine.resident.KEPT_PASSES", 2)
+    engine = engine_on(AttentionTarget())
+    for n in (128, 1, 9, 17, 33, 65, 1, 9, 10, 3):
+        engine.generate([[1] * n], 2, mode="autoregressive")
+    gc.collect()
+    (loop,) = engine.loops.all
+    assert list(loop.passes) == [(1, 16), (1, 8)]
+    assert len(made) == 8
+    assert sum(ref() is not None for ref in made) == 2
+
+
+def test_runs_that_grow_outgrow_few_loops():
+    target = AttentionTarget()
+    made: list[int] = []
+    new_cache = target.new_cache
+
+    def counted(num_pages, page_size):
+        made.append(num_pages)
+        return new_cache(num_pages, page_size)
+
+    target.new_cache = counted
+    engine = engine_on(target)
+    for n in range(1, 100, 3):
+        engine.generate([[1] * n], 3, mode="autoregressive")
+    assert made == [1, 2, 4, 8]
+    engine = engine_on(target, cache_rows=100)
+    made.clear()
+    for n in range(1, 90, 3):
+        engine.generate([[1] * n], 3, mode="autoregressive")
+    assert made == [1, 2, 4, 6]
+
+
+def test_a_loop_with_more_pages_than_needed_is_made_only_where_there_is_room():
+    class Narrow(AttentionTarget):
+        def new_cache(self, num_pages, page_size):
+            if num_pages > 3:
+                raise MemoryError("none left")
+            return super().new_cache(num_pages, page_size)
+
+    engine = engine_on(Narrow())
+    for n in (20, 35):  # two pages, three
+        assert len(engine.generate([[1] * n], 3, mode="autoregressive").tokens[0]) == 3
+    with pytest.raises(MemoryError, match="no room for a cache of 4 pages"):
+        engine.generate([[1] * 60], 3, mode="autoregressive")
+
+
+def test_runs_of_other_seeds_and_stops_share_a_loop_where_they_may():
+    engine = engine_on(AttentionTarget())
+    for seed, stops in enumerate([(), (1,), (2, 3), (), (4, 5, 6, 7)]):
+        engine.generate([[1, 2]], 5, stops, mode="autoregressive", seed=seed, top_p=1 - seed / 10)
+    assert len(engine.loops) == 1
+    engine.generate([[1, 2]], 5, mode="autoregressive", temperature=0.5, seed=1)
+    engine.generate([[1, 2]], 5, mode="autoregressive", temperature=0.5, seed=2)
+    assert len(engine.loops) == 3
+
+
+def test_a_loop_outlives_a_run_that_is_left_or_fails_between_launches():
+    engine = engine_on(AttentionTarget(), FailsOnce("raises"), depth=3, budget=3)
+    with pytest.raises(RuntimeError, match="no draft today"):
+        engine.generate([[1, 2], [3]], 20)
+    (loop,) = engine.loops.all
+    stream = engine.stream([[1, 2], [3]], 20)
+    next(stream)
+    stream.close()
+    assert engine.loops.all == [loop]
+
+    class Failing(AttentionTarget):
+        failing = False
+
+        def forward(self, *arguments, **options):
+            if self.failing:
+                raise RuntimeError("no pass")
+            return super().forward(*arguments, **options)
+
+    engine = engine_on(Failing())
+    engine.generate([[1]], 4, mode="autoregressive")
+    assert len(engine.loops) == 1
+    engine.target.failing = True
+    with pytest.raises(RuntimeError, match="no pass"):
+        engine.generate([[1]], 4, mode="autoregressive")
+    assert len(engine.loops) == 0
 
 
 class Unusable(AttentionTarget):
