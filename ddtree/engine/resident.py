@@ -261,7 +261,9 @@ class Flight(NamedTuple):
     """What the device is at or has done, and the host has not read yet: a prefill or a round."""
 
     requests: NDArray[np.int64]
-    """Of a prefill those whose prompts end in it, of a round each slot's; −1 where there is none."""
+    """Of a prefill those whose prompts end in it, of a round those in its slots."""
+    places: NDArray[np.int64]
+    """Rows of what comes back, one a request."""
     prompts: PromptPass | None
     """Of a prefill its pass, whose memory the device is at until then."""
     readback: Readback
@@ -400,12 +402,14 @@ class ResidentRun(Run):
             tree, choices, acceptance = self.loop.outputs
             arrays += [getattr(tree, name) for name in TREE_ARRAYS]
             arrays += [choices, *(getattr(acceptance, f.name) for f in fields(Acceptance))]
-        self.take_off(self.slots.copy(), arrays)
+        self.take_off(self.slots, arrays)
 
     def take_off(self, requests: NDArray[np.int64], arrays: list[Any], prompts: PromptPass | None = None) -> None:
-        """Have what a prefill or a round left behind come to the host."""
-        self.flight.append(Flight(requests, prompts, self.loop.readbacks.start(arrays)))
-        self.under_way[requests[requests >= 0]] += 1
+        """Have what a prefill or a round left behind come to the host: rows of ``requests``, −1 where there is none."""
+        places = np.flatnonzero(requests >= 0)
+        requests = requests[places]
+        self.under_way[requests] += 1
+        self.flight.append(Flight(requests, places, prompts, self.loop.readbacks.start(arrays)))
 
     def send_drafts(self) -> None:
         """Have the drafter draft for the active requests, and put its drafts where the round reads them."""
@@ -430,33 +434,35 @@ class ResidentRun(Run):
 
     def read(self) -> Round | None:
         """Wait for the oldest of what is under way, and commit what it emitted."""
-        requests, prompts, readback = self.flight.popleft()
+        requests, places, prompts, readback = self.flight.popleft()
         arrays = readback.wait()
-        known = requests >= 0
-        self.under_way[requests[known]] -= 1
+        self.under_way[requests] -= 1
         if prompts is not None:
-            first, ones = arrays[0][known][:, None], np.ones(int(known.sum()), np.int64)
-            for request in self.commit(requests[known], first, ones, of_round=False):
+            first, ones = arrays[0][places][:, None], np.ones(len(requests), np.int64)
+            for request in self.commit(requests, first, ones, of_round=False):
                 self.began.remove(request)  # it never drafted
                 self.free(request)
             return None
-        record = arrays[0]
-        silent = requests[(requests >= 0) & (record[:, 0] == 0)]
-        if set(silent.tolist()).intersection(self.active):  # who has ended is active no more
-            raise RuntimeError(f"requests {silent.tolist()}: a round must emit a token, and accept_tree kept none")
-        shown = np.flatnonzero((requests >= 0) & (record[:, 0] > 0))
-        if not shown.size:
-            return None
-        requests, counts = requests[shown], record[shown, 0].astype(np.int64)
+        counts = arrays[0][places, 0].astype(np.int64)
+        emitted = counts > 0
+        if not emitted.all():
+            silent = requests[~emitted].tolist()
+            if set(silent).intersection(self.active):  # who has ended is active no more
+                raise RuntimeError(f"requests {silent}: a round must emit a token, and accept_tree kept none")
+            requests, places, counts = requests[emitted], places[emitted], counts[emitted]
+            if not len(requests):
+                return None
+        record = arrays[0][places]
         if self.drafter is not None:
             self.kept.update(zip(requests.tolist(), counts.tolist(), strict=True))
-        for request in self.commit(requests, record[shown, 3:], counts):
+        for request in self.commit(requests, record[:, 3:], counts):
             self.ended.append(request)
             self.free(request)
-        self.check_faults(requests, record[shown])
+        if record[:, 1].any():
+            self.check_faults(requests, record)
         if not self.shows_rounds:
             return None
-        return _shown_round(tuple(requests.tolist()), [array[shown] for array in arrays[1:]], self.loop.outputs[0])
+        return _shown_round(tuple(requests.tolist()), [array[places] for array in arrays[1:]], self.loop.outputs[0])
 
     def check_faults(self, requests: NDArray[np.int64], record: NDArray[np.int32]) -> None:
         """Raise what was wrong with a request's draft, of which nothing was drafted: its tokens are right."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import warnings
+import weakref
 from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
@@ -15,8 +17,9 @@ import pytest
 from ddtree import reference
 from ddtree.drafters import NgramDrafter, NoiseLaw, OracleDrafter
 from ddtree.engine import Engine, NonFiniteLogitsError
-from ddtree.engine.graphs import Readbacks, captured
-from ddtree.engine.resident import RoundState
+from ddtree.engine.graphs import Inputs, Readbacks, captured
+from ddtree.engine.prompts import PromptPass
+from ddtree.engine.resident import ResidentRun, RoundState
 from ddtree.model import golden_bundle, load_model
 from ddtree.property_tests.compare import assert_same
 from ddtree.property_tests.project.on_gpu import gpu_library, poison_outputs
@@ -94,6 +97,152 @@ def test_rounds_are_those_of_the_host(cupy: ModuleType) -> None:
 def test_prompts_in_pieces(cupy: ModuleType, prefill_chunk: int) -> None:
     actual = Engine(model("cupy"), prefill_chunk=prefill_chunk).generate(prompts(7), 30, mode="autoregressive")
     assert_tokens(actual, expected(7, 30))
+
+
+def ragged(count: int) -> list[Any]:
+    """Prompts of lengths that take all shapes of passes."""
+    rng = np.random.default_rng(count)
+    lens = [1, 8, 9, 31, 64, 100, 128, 2, 17, 40, 3, 90]
+    return [rng.integers(0, VOCABULARY, lens[i % len(lens)]) for i in range(count)]
+
+
+@functools.cache
+def expected_of_ragged(temperature: float) -> Any:
+    return Engine(model(None)).generate(ragged(30), 12, mode="autoregressive", temperature=temperature)
+
+
+@pytest.mark.parametrize("prefill_chunk", [24, 2048])
+@pytest.mark.parametrize("max_batch", [1, 5, None])
+def test_prompts_in_graphs_give_the_tokens_of_the_host(
+    cupy: ModuleType, max_batch: int | None, prefill_chunk: int
+) -> None:
+    for temperature in (0.0, 0.8):
+        wanted = expected_of_ragged(temperature)
+        drafter = OracleDrafter(wanted.tokens, VOCABULARY, noise=NoiseLaw([[0.6, 0.3], [0.3, 0.3]]))
+        engines = [
+            Engine(model("cupy"), drafter, depth=3, budget=6, max_batch=max_batch, prefill_chunk=prefill_chunk)
+            for _ in range(2)
+        ]
+        for _ in range(3):
+            for engine in engines:
+                assert_tokens(engine.generate(ragged(30), 12, temperature=temperature), wanted)
+        with cupy.cuda.Stream(non_blocking=True):
+            assert_tokens(engines[0].generate(ragged(30), 12, temperature=temperature), wanted)
+        if max_batch is not None:
+            assert any(p.replay is not None for loop in engines[0].loops.all for p in loop.passes.values())
+
+
+def test_runs_with_prompts_in_graphs_may_be_interleaved(cupy: ModuleType) -> None:
+    wanted = expected_of_ragged(0.0)
+    engine = Engine(model("cupy"), NgramDrafter(), depth=3, budget=6, max_batch=3)
+    for _ in range(3):
+        tokens: list[list[list[int]]] = [[[] for _ in wanted.tokens] for _ in range(3)]
+        left = {i: engine.stream(ragged(30), 12) for i in range(3)}
+        while left:
+            for i, stream in list(left.items()):
+                emission = next(stream, None)
+                if emission is None:
+                    del left[i]
+                else:
+                    tokens[i][emission.request_id] += emission.token_ids.tolist()
+        assert tokens == [[row.tolist() for row in wanted.tokens]] * 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_graph_of_prompts_has_the_logits_of_its_launches(
+    cupy: ModuleType, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    choose, run = ResidentRun.choose, PromptPass.run
+    found: dict[int, list[Any]] = {}
+
+    def choosing(self: Any, logits: Any, positions: Any, keys: Any) -> Any:
+        seen.append(logits)
+        return choose(self, logits, positions, keys)
+
+    def watched(self: Any, *arguments: Any) -> Any:
+        before = len(seen)
+        ended = run(self, *arguments)
+        of_this = found.setdefault(id(self), [])
+        # a replay chooses nothing anew: its logits are where those of the capture were to be
+        of_this.append(seen[-1] if len(seen) > before else of_this[-1])
+        rows.append((self.tree.token_ids.shape, of_this[-1].get()))
+        return ended
+
+    monkeypatch.setattr(ResidentRun, "choose", choosing)
+    monkeypatch.setattr(PromptPass, "run", watched)
+    engine = Engine(model("cupy", dtype))
+    of_runs = []
+    for _ in range(4):
+        rows: list[Any] = []
+        engine.generate(ragged(7), 1, mode="autoregressive")
+        of_runs.append(rows)
+    (loop,) = engine.loops.all
+    assert all(p.replay is not None for p in loop.passes.values())
+    for others in of_runs[1:]:
+        for (shape, logits), (its_shape, its) in zip(of_runs[0], others, strict=True):
+            assert shape == its_shape
+            assert_same(its, logits)
+
+
+def test_hidden_states_of_prompts_are_those_of_launches(cupy: ModuleType) -> None:
+    states: list[dict[int, Any]] = []
+
+    class Keeping:
+        hidden_layers = (0, 2)
+
+        def __call__(self, context: Any, depth: int, topk: int) -> Any:
+            for request in context.began:
+                states[-1][request] = context.hidden_states[context.request_ids.index(request)]
+            shape = (len(context.request_ids), depth, 1)
+            return np.full(shape, -np.inf, np.float32), np.full(shape, -1, np.int32)
+
+    engine = Engine(model("cupy"), Keeping(), depth=2, budget=2, max_batch=4)
+    for _ in range(3):
+        states.append({})
+        engine.generate(ragged(12), 4)
+    for request, wanted in states[0].items():
+        for layer, rows in wanted.items():
+            assert len(rows) == len(ragged(12)[request])
+            for others in states[1:]:
+                assert_same(others[request][layer].get(), rows.get())
+
+
+def test_as_many_passes_are_kept_as_there_is_room_for(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[PromptPass]] = []
+    init = PromptPass.__init__
+
+    def counted(self: Any, *arguments: Any) -> None:
+        made.append(weakref.ref(self))
+        init(self, *arguments)
+
+    monkeypatch.setattr(PromptPass, "__init__", counted)
+    monkeypatch.setattr("ddtree.engine.resident.KEPT_PASSES", 2)
+    engine, used = Engine(model("cupy"), max_batch=1), []
+    for _ in range(4):
+        for width in (128, 8, 16, 32, 64):
+            engine.generate([[1] * width] * 3, 2, mode="autoregressive")
+        gc.collect()
+        used.append(cupy.get_default_memory_pool().used_bytes())
+    (loop,) = engine.loops.all
+    assert len(loop.passes) == sum(ref() is not None for ref in made) == 2
+    assert len(made) == 20
+    assert used[-1] == used[1]
+
+
+def test_inputs_are_not_written_while_they_are_being_copied(cupy: ModuleType) -> None:
+    inputs = Inputs(cupy, {"a": ((1 << 20,), np.int32), "b": ((3, 5), np.int64)})
+    slow, found = cupy.random.default_rng(0).random((2048, 2048)), []
+    for i in range(6):
+        for _ in range(4):  # the copies wait behind this
+            slow = slow @ slow / 2048
+        host = inputs.write()
+        host["a"][...], host["b"][...] = i, -i
+        inputs.send()
+        found.append((inputs.arrays["a"].copy(), inputs.arrays["b"].copy()))
+    for i, (a, b) in enumerate(found):
+        assert (a == i).all()
+        assert (b == -i).all()
 
 
 def test_a_round_waits_for_nothing_and_keeps_to_the_callers_stream(cupy: ModuleType) -> None:
