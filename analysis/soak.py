@@ -90,6 +90,7 @@ class _DraftTable:
 
     log_probs: Any  # float32 (T, L, K)
     offsets: Any  # int32 (T, L, K)
+    whole: NDArray[np.float32]  # what log_probs are where they have not been spoilt, on the host
 
 
 class WildDrafter:
@@ -148,13 +149,10 @@ class WildDrafter:
         """The drafts of a depth and width, made once for each kind of array."""
         key = depth, topk, str(xp.__name__)
         if key not in self._tables:
-            log_probs, offsets = self._made(depth, topk)
-            self._tables[key] = _DraftTable(xp.asarray(log_probs), xp.asarray(offsets))
+            rng = np.random.default_rng([self.seed, depth, topk])
+            log_probs, offsets = _random_drafts(rng, (self.rows, depth, topk), self.vocab_size, self.right)
+            self._tables[key] = _DraftTable(xp.array(log_probs), xp.asarray(offsets), log_probs)
         return self._tables[key]
-
-    def _made(self, depth: int, topk: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-        rng = np.random.default_rng([self.seed, depth, topk])
-        return _random_drafts(rng, (self.rows, depth, topk), self.vocab_size, self.right)
 
     def spoil(self, value: float) -> None:
         """Give the first candidate of every draft at every depth this log-prob, on the host and on the device."""
@@ -163,8 +161,8 @@ class WildDrafter:
 
     def mend(self) -> None:
         """Make all drafts what they were."""
-        for (depth, topk, _), table in self._tables.items():
-            table.log_probs[...] = array_namespace(table.log_probs).asarray(self._made(depth, topk)[0])
+        for table in self._tables.values():
+            table.log_probs[...] = array_namespace(table.log_probs).asarray(table.whole)
 
     def _fail_if_told(self) -> None:
         if self.failing:
@@ -664,6 +662,7 @@ def soak(
             written(record)
 
     running = _Soak(models, record, texts)
+    gc.freeze()  # what is there before is no growth, and need not be looked through at each sample
     record.sampled_rounds, record.memory = running.memory.rounds, running.memory.series
     with progress_bar("rounds", rounds) as show:
         try:
@@ -672,6 +671,7 @@ def soak(
             where = "".join(traceback.format_exception(error)[-4:])
             record.faults.append(f"the soak stopped in run {record.runs}: {type(error).__name__}: {error}\n{where}")
         finally:
+            gc.unfreeze()
             settle()
     record.faults += [
         f"memory of the {name} grew by {line.grown:.1f} MiB, {line.allowed:.1f} MiB are allowed"

@@ -251,7 +251,8 @@ class LookingOn(Watching):
 @pytest.mark.parametrize("chunk", [7, 64, 2048])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_prompts_in_passes_of_few_shapes_are_those_of_the_host(drafter, chunk, temperature, monkeypatch):
-    work, replayed = PromptPass.work, {}
+    work = PromptPass.work
+    replayed: dict[PromptPass, bool] = {}
 
     def overwriting(self, run):  # as a graph does with what its last replay left
         for rows in self.hidden_states.values() if replayed.get(self) else ():
@@ -301,24 +302,19 @@ def test_as_many_passes_are_kept_as_there_is_room_for(monkeypatch):
 
 
 def test_runs_that_grow_outgrow_few_loops():
-    target = AttentionTarget()
     made: list[int] = []
-    new_cache = target.new_cache
 
-    def counted(num_pages, page_size):
-        made.append(num_pages)
-        return new_cache(num_pages, page_size)
+    class Making(AttentionTarget):
+        def new_cache(self, num_pages, page_size):
+            made.append(num_pages)
+            return super().new_cache(num_pages, page_size)
 
-    target.new_cache = counted
-    engine = engine_on(target)
-    for n in range(1, 100, 3):
-        engine.generate([[1] * n], 3, mode="autoregressive")
-    assert made == [1, 2, 4, 8]
-    engine = engine_on(target, cache_rows=100)
-    made.clear()
-    for n in range(1, 90, 3):
-        engine.generate([[1] * n], 3, mode="autoregressive")
-    assert made == [1, 2, 4, 6]
+    for cache_rows, wanted in ((None, [1, 2, 4, 8]), (100, [1, 2, 4, 6])):
+        made.clear()
+        engine = engine_on(Making(), cache_rows=cache_rows)
+        for n in range(1, 90, 3):
+            engine.generate([[1] * n], 3, mode="autoregressive")
+        assert made == wanted
 
 
 def test_a_loop_with_more_pages_than_needed_is_made_only_where_there_is_room():
