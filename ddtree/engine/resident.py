@@ -107,12 +107,12 @@ class RoundLoop(Repeated):
         self.drafter = run.drafter  # kept alive: its id is in the key
         (_, self.pages, page_size, _), self.width_in_pages, self.like = like.shape, width_in_pages, like
         self.ops = importlib.import_module("ddtree.reference" if xp is np else "ddtree.kernels.cupy")
-        ints = {name: xp.zeros(B, np.int32) for name in SLOT_INTS}
+        self.ints = xp.zeros((len(SLOT_INTS), B), np.int32)
         self.state = RoundState(
             tokens=xp.zeros((B, width_in_pages * page_size), np.int32),
             keys=xp.zeros(B, np.int64),
             page_table=xp.zeros((B, width_in_pages), np.int32),
-            **ints,
+            **dict(zip(SLOT_INTS, self.ints, strict=True)),
         )
         self.stops = xp.zeros(run.key.stops, np.int32)
         self.record = xp.zeros((B, plan.depth + 4), np.int32)
@@ -134,8 +134,7 @@ class RoundLoop(Repeated):
 
     def reset(self, stops: NDArray[np.int32]) -> None:
         """Free all slots, for a new run."""
-        for name in ("lengths", "remaining", "running", "prefix_lens", "kept"):
-            getattr(self.state, name)[...] = 0
+        self.ints[...] = 0
         room = np.full(len(self.stops), INT32_MAX, np.int32)  # which is no token
         room[: len(stops)] = stops
         self.stops[...] = self.xp.asarray(room)
@@ -296,12 +295,11 @@ class ResidentRun(Run):
         if loop is None:
             loop = self.new_loop(target, pages, pages.count, pages.table.shape[1])
         elif not loop.has_room(pages):
-            # runs that grow, as those of a conversation do, outgrow few loops
-            most, width = 2 * loop.pages, max(pages.table.shape[1], 2 * loop.width_in_pages)
+            count, width = _grown(loop.pages, pages.count), _grown(loop.width_in_pages, pages.table.shape[1])
             if self.engine.cache_rows is not None:
-                most = min(most, self.engine.cache_rows // self.engine.page_size)
-            loop = None
-            loop = self.new_loop(target, pages, max(pages.count, most), width)
+                count = max(pages.count, min(count, self.engine.cache_rows // self.engine.page_size))
+            loop = None  # its cache goes first
+            loop = self.new_loop(target, pages, count, width)
         self.loop = loop
         return PagedCache(target, pages, self.engine.backend, loop.like)
 
@@ -493,6 +491,11 @@ class ResidentRun(Run):
         """Work on the stream on which the run began."""
         with use_stream_of(self.cache.like), self.stream:
             yield
+
+
+def _grown(room: int, needed: int) -> int:
+    """Room for what is needed, twice what there was if that is too little: runs that grow outgrow few loops."""
+    return room if needed <= room else max(needed, 2 * room)
 
 
 def _shown_round(requests: tuple[int, ...], arrays: list[Any], like: DraftTree) -> Round:
