@@ -25,7 +25,8 @@ MOST_ROWS = 128
 """Rows, n · N, of a pass that is captured: up to so many, a row's products do not depend on what else is in a pass."""
 LEAST_WIDTH = 8
 MOST_PASSES = 4
-"""So many captured passes take no longer than one of all rows, whose kernels are launched one by one."""
+"""So many captured passes take the place of one of all rows whose kernels are launched one by one: on an H200 they take
+0.5 to 1.1 of its time, by model, and eight 0.6 to 1.5."""
 
 
 class Part(NamedTuple):
@@ -159,7 +160,7 @@ class PromptPass(Repeated):
         self.hidden_states: dict[int, Any] = {}
         self.counts: list[int] = []
 
-    def run(self, part: Part, slots: list[int], requests: list[int], run: ResidentRun) -> NDArray[np.int64]:
+    def start(self, part: Part, slots: list[int], requests: list[int], run: ResidentRun) -> NDArray[np.int64]:
         """Start the pass over a part; ``slots`` and ``requests`` are those of all prompts.
 
         Returns
@@ -172,7 +173,7 @@ class PromptPass(Repeated):
         return ended
 
     def send(self, part: Part, slots: list[int], requests: list[int], run: ResidentRun) -> NDArray[np.int64]:
-        """Write down what the pass is about, and have it go where the pass reads it; return what :meth:`run` does."""
+        """Write down what the pass is about, and have it go where the pass reads it; return what :meth:`start` does."""
         of_part = np.array([requests[i] for i in part.prompts], np.int64)
         used, host = len(of_part), self.inputs.write()
         lens = run.committed.prompt_lens[of_part]

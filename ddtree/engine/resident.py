@@ -368,7 +368,7 @@ class ResidentRun(Run):
         for part in parts_of(self.committed.prompt_lens[requests].tolist(), self.engine.prefill_chunk):
             prompts = self.loop.pass_of(part)
             with self.naming("the prefill", [requests[i] for i in part.prompts]):
-                ended = prompts.run(part, slots, requests, self)
+                ended = prompts.start(part, slots, requests, self)
             self.take_off(ended, [prompts.choices], prompts)
             for i, rows in zip(part.prompts, prompts.kept_states(), strict=True):
                 states[i].append(rows)

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from ddtree.arrays import export_array, to_numpy
 from ddtree.engine.records import Round
-from ddtree.engine.run import Run, converted, name_of
+from ddtree.engine.run import Run, converted, joined, name_of
 from ddtree.ops import accept_tree, build_tree, tree_positions
 from ddtree.policies import check_policy_tree
+from ddtree.protocols import CachingTarget
 from ddtree.reference import emitted_tokens
-from ddtree.trees import Acceptance, DraftTree
+from ddtree.trees import Acceptance, DraftTree, chain_tree
 
 __all__ = ["HostRun"]
 
@@ -53,6 +54,46 @@ class HostRun(Run):
             if request not in ended:  # who ends here never drafted
                 self.hidden_states[request] = states
                 self.began.append(request)
+
+    def prefill(self, requests: list[int]) -> tuple[Any, list[dict[int, Any]]]:
+        """Run the prompts of ``requests``, a piece of each at a time.
+
+        Returns
+        -------
+        choices : array, int32, shape (n,)
+            The token after each prompt, where the target is.
+        hidden_states : list of dict of int to array
+            Of each prompt's rows.
+        """
+        prompts = [self.committed.prompt(r) for r in requests]
+        lens = np.array([len(prompt) for prompt in prompts], np.int32)
+        # a target with a cache of its own takes prompts whole, as it likes them
+        whole = isinstance(self.engine.target, CachingTarget)
+        most = int(lens.max()) if whole else self.engine.prefill_chunk
+        ended: list[tuple[NDArray[np.int64], Any]] = []  # which prompts each pass ends, and what follows them
+        hidden: list[list[dict[int, Any]]] = [[] for _ in prompts]
+        for start in range(0, int(lens.max()), most):
+            rows = np.flatnonzero(lens > start)
+            pieces = [prompts[b][start : start + most] for b in rows]
+            tree = converted(_chains(pieces), self.native)
+            taken = np.array([len(piece) for piece in pieces], np.int32)
+            running = [requests[b] for b in rows]
+            view = self.cache.view(running, np.full_like(taken, start), taken)
+            with self.naming("the prefill", running):
+                output = self.forward(tree, view, last_only=True)
+            for b, (row, count) in enumerate(zip(rows, taken, strict=True)):
+                hidden[row].append({layer: output.hidden_states[layer][b, :count] for layer in self.hidden_layers})
+            last = np.flatnonzero(lens[rows] <= start + most)  # no one asks what follows other pieces
+            if last.size:
+                logits = output.logits if last.size == len(rows) else output.logits[self.xp.asarray(last)]
+                positions = self.xp.asarray((start + taken[last] - 1)[:, None].astype(np.int32))
+                ended.append((rows[last], self.choose(logits, positions, self.keys[[running[b] for b in last]])[:, 0]))
+        if len(ended) == 1:
+            return ended[0][1], [joined(parts) for parts in hidden]
+        choices = self.xp.zeros(len(prompts), np.int32)
+        for rows, chosen in ended:
+            choices[self.xp.asarray(rows)] = chosen
+        return choices, [joined(parts) for parts in hidden]
 
     def round(self) -> Round:
         """Draft, check, commit; finished requests leave."""
@@ -181,3 +222,11 @@ class HostRun(Run):
         nodes = self.xp.asarray(path)
         shown = {layer: hidden_states[layer] for layer in self.hidden_layers}
         return {layer: states[b, export_array(nodes, states)] for layer, states in shown.items()}
+
+
+def _chains(pieces: list[NDArray[np.int32]]) -> DraftTree:
+    lens = np.array([len(piece) for piece in pieces], np.int32)
+    padded = np.zeros((len(pieces), lens.max()), np.int32)
+    for row, piece in zip(padded, pieces, strict=True):
+        row[: len(piece)] = piece
+    return chain_tree(padded, lens)

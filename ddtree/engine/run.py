@@ -19,7 +19,7 @@ from ddtree.engine.committed import Committed
 from ddtree.engine.records import STAGES, Emission, Generation, Round
 from ddtree.ops import choose_tokens
 from ddtree.protocols import CachingTarget, DraftContext, Drafter, Policy, RequestCache, TargetOutput
-from ddtree.trees import Acceptance, DraftTree, chain_tree
+from ddtree.trees import Acceptance, DraftTree
 
 if TYPE_CHECKING:
     from ddtree.engine.engine import Engine
@@ -125,46 +125,6 @@ class Run(ABC):
             admitted.append(self.waiting.popleft())
             self.active.append(admitted[-1])
         return admitted
-
-    def prefill(self, requests: list[int]) -> tuple[Any, list[dict[int, Any]]]:
-        """Run the prompts of ``requests``, a piece of each at a time.
-
-        Returns
-        -------
-        choices : array, int32, shape (n,)
-            The token after each prompt, where the target is.
-        hidden_states : list of dict of int to array
-            Of each prompt's rows.
-        """
-        prompts = [self.committed.prompt(r) for r in requests]
-        lens = np.array([len(prompt) for prompt in prompts], np.int32)
-        # a target with a cache of its own takes prompts whole, as it likes them
-        whole = isinstance(self.engine.target, CachingTarget)
-        most = int(lens.max()) if whole else self.engine.prefill_chunk
-        ended: list[tuple[NDArray[np.int64], Any]] = []  # which prompts each pass ends, and what follows them
-        hidden: list[list[dict[int, Any]]] = [[] for _ in prompts]
-        for start in range(0, int(lens.max()), most):
-            rows = np.flatnonzero(lens > start)
-            pieces = [prompts[b][start : start + most] for b in rows]
-            tree = converted(_chains(pieces), self.native)
-            taken = np.array([len(piece) for piece in pieces], np.int32)
-            running = [requests[b] for b in rows]
-            view = self.cache.view(running, np.full_like(taken, start), taken)
-            with self.naming("the prefill", running):
-                output = self.forward(tree, view, last_only=True)
-            for b, (row, count) in enumerate(zip(rows, taken, strict=True)):
-                hidden[row].append({layer: output.hidden_states[layer][b, :count] for layer in self.hidden_layers})
-            last = np.flatnonzero(lens[rows] <= start + most)  # no one asks what follows other pieces
-            if last.size:
-                logits = output.logits if last.size == len(rows) else output.logits[self.xp.asarray(last)]
-                positions = self.xp.asarray((start + taken[last] - 1)[:, None].astype(np.int32))
-                ended.append((rows[last], self.choose(logits, positions, self.keys[[running[b] for b in last]])[:, 0]))
-        if len(ended) == 1:
-            return ended[0][1], [joined(parts) for parts in hidden]
-        choices = self.xp.zeros(len(prompts), np.int32)
-        for rows, chosen in ended:
-            choices[self.xp.asarray(rows)] = chosen
-        return choices, [joined(parts) for parts in hidden]
 
     def forward(self, tree: DraftTree, cache: Any, *, last_only: bool = False) -> TargetOutput:
         """Run the target, and see that there are logits of every token after every node that was asked about."""
@@ -352,14 +312,6 @@ def checked_draft(drafter: Drafter, draft: Any, most: tuple[int, int, int], nati
             f"got {dtype_name(log_probs)} and {dtype_name(token_ids)}"
         )
     return log_probs, token_ids
-
-
-def _chains(pieces: list[NDArray[np.int32]]) -> DraftTree:
-    lens = np.array([len(piece) for piece in pieces], np.int32)
-    padded = np.zeros((len(pieces), lens.max()), np.int32)
-    for row, piece in zip(padded, pieces, strict=True):
-        row[: len(piece)] = piece
-    return chain_tree(padded, lens)
 
 
 def joined(parts: list[dict[int, Any]]) -> dict[int, Any]:

@@ -153,7 +153,7 @@ def test_a_graph_of_prompts_has_the_logits_of_its_launches(
     cupy: ModuleType, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    choose, run = ResidentRun.choose, PromptPass.run
+    choose, start = ResidentRun.choose, PromptPass.start
     found: dict[int, list[Any]] = {}
 
     def choosing(self: Any, logits: Any, positions: Any, keys: Any) -> Any:
@@ -162,7 +162,7 @@ def test_a_graph_of_prompts_has_the_logits_of_its_launches(
 
     def watched(self: Any, *arguments: Any) -> Any:
         before = len(seen)
-        ended = run(self, *arguments)
+        ended = start(self, *arguments)
         of_this = found.setdefault(id(self), [])
         # a replay chooses nothing anew: its logits are where those of the capture were to be
         of_this.append(seen[-1] if len(seen) > before else of_this[-1])
@@ -170,7 +170,7 @@ def test_a_graph_of_prompts_has_the_logits_of_its_launches(
         return ended
 
     monkeypatch.setattr(ResidentRun, "choose", choosing)
-    monkeypatch.setattr(PromptPass, "run", watched)
+    monkeypatch.setattr(PromptPass, "start", watched)
     engine = Engine(model("cupy", dtype))
     of_runs = []
     for _ in range(4):
