@@ -34,6 +34,7 @@ __all__ = [
     "import_array",
     "stream_of",
     "to_numpy",
+    "torchs_stream",
     "use_stream_of",
     "wait_for",
 ]
@@ -142,8 +143,14 @@ def current_stream(array: Any) -> int | None:
     if device.type != "cuda":
         return None
     if array_kind(array) == "torch":
-        return int(sys.modules["torch"].cuda.current_stream(device.number).cuda_stream)
+        return _torchs_stream(device.number)
     return int(_cupy().cuda.get_current_stream(device.number).ptr)
+
+
+def _torchs_stream(number: int) -> int:
+    """What ``torch.cuda.current_stream(number).cuda_stream`` is, without the objects around it."""
+    handle: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(number)
+    return handle
 
 
 def _cupy() -> Any:
@@ -298,6 +305,11 @@ def stream_of(array: Any) -> Any:
     """Return the CUDA stream on which ``array``'s library works now, as CuPy has it; None on the CPU."""
     handle = current_stream(array)
     return None if handle is None else _stream(handle, device_of(array).number)
+
+
+def torchs_stream(number: int) -> Any:
+    """Return the CUDA stream that torch works on now, on a device of that number, as CuPy has it."""
+    return _stream(_torchs_stream(number), number)
 
 
 def wait_for(array: Any) -> None:

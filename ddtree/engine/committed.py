@@ -13,6 +13,9 @@ __all__ = ["Committed"]
 class Committed:
     """The committed tokens of all requests, in one array that has room for all that may come.
 
+    Rounds append request by request, by plain numbers: their batches are small, and an operation on an array of a few
+    elements costs more than these.
+
     Parameters
     ----------
     prompts : list of array, int32
@@ -38,15 +41,21 @@ class Committed:
         self.lengths = self.prompt_lens.copy()
         self.remaining = np.full(len(prompts), max_new_tokens, np.int64)
         self.finish_reasons: list[FinishReason] = ["length"] * len(prompts)
-        self._rounds: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        self._rounds: list[list[int]] = [[] for _ in prompts]  # what each emitted
+        # their numbers one by one
+        self._token, self._start = self._tokens.data, self._starts.data
+        self._length, self._left = self.lengths.data, self.remaining.data
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def tokens(self, request: int) -> NDArray[np.int32]:
-        """Prompt and new tokens: a copy, which a drafter may keep, and cannot change what is committed through."""
+    def tokens(self, request: int, length: int | None = None) -> NDArray[np.int32]:
+        """Prompt and new tokens: a copy, which a drafter may keep, and cannot change what is committed through.
+
+        With ``length`` those that there were when they were so many.
+        """
         start = self._starts[request]
-        copy = self._tokens[start : start + self.lengths[request]].copy()
+        copy = self._tokens[start : start + (self.lengths[request] if length is None else length)].copy()
         copy.flags.writeable = False
         return copy
 
@@ -65,24 +74,23 @@ class Committed:
         last: NDArray[np.int32] = self._tokens[self._starts[requests] + self.lengths[requests] - 1]
         return last
 
-    def append(
-        self, requests: NDArray[np.int64], tokens: NDArray[np.int32], counts: NDArray[np.int64], *, of_round: bool
-    ) -> None:
-        """Append the first ``counts`` of ``tokens`` (n, width) to what the n ``requests`` have."""
-        columns = np.arange(tokens.shape[1])
-        new = columns < counts[:, None]
-        places = (self._starts[requests] + self.lengths[requests])[:, None] + columns
-        self._tokens[places[new]] = tokens[new]
-        self.lengths[requests] += counts
-        self.remaining[requests] -= counts
+    def standing(self, requests: list[int]) -> tuple[list[int], list[int], list[int]]:
+        """The last token of each of ``requests``, how many tokens it has, and how many more it may emit."""
+        token, start, length, left = self._token, self._start, self._length, self._left
+        roots = [token[start[r] + length[r] - 1] for r in requests]
+        return roots, [length[r] for r in requests], [left[r] for r in requests]
+
+    def append(self, request: int, tokens: memoryview, *, of_round: bool) -> int:
+        """Append int32 tokens to what a request has; return how many more it may emit."""
+        count, length = len(tokens), self._length[request]
+        end = self._start[request] + length
+        self._token[end : end + count] = tokens
+        self._length[request] = length + count
+        self._left[request] = left = int(self._left[request] - count)
         if of_round:
-            self._rounds.append((requests, counts))
+            self._rounds[request].append(count)
+        return left
 
     def tokens_per_round(self) -> list[NDArray[np.int32]]:
         """What each round emitted, one array a request."""
-        if not self._rounds:
-            return [np.empty(0, np.int32) for _ in self.lengths]
-        requests, counts = (np.concatenate(column) for column in zip(*self._rounds, strict=True))
-        order = np.argsort(requests, kind="stable")
-        ends = np.cumsum(np.bincount(requests, minlength=len(self)))[:-1]
-        return np.split(counts[order].astype(np.int32), ends)
+        return [np.array(counts, np.int32) for counts in self._rounds]

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 __all__ = ["Inputs", "Readback", "Readbacks", "Repeated", "captured"]
 
 
-def captured(xp: Any, work: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that does ``work`` again on the current stream: for CuPy one launch of a CUDA graph.
+def captured(xp: Any, work: Callable[[], None]) -> Callable[..., None]:
+    """Return a function that does ``work`` again: for CuPy one launch of a CUDA graph.
+
+    It may be given the stream to launch on; left out, it is CuPy's current one.
 
     Parameters
     ----------
@@ -28,7 +30,7 @@ def captured(xp: Any, work: Callable[[], None]) -> Callable[[], None]:
         runs: arrays that it leaves behind hold a replay's results until the next one.
     """
     if xp is np:
-        return work
+        return lambda stream=None: work()
     pool, stream = xp.cuda.MemoryPool(), xp.cuda.Stream(non_blocking=True)
     with stream, xp.cuda.using_allocator(pool.malloc):
         stream.begin_capture()
@@ -41,8 +43,8 @@ def captured(xp: Any, work: Callable[[], None]) -> Callable[[], None]:
         graph = stream.end_capture()
     graph.upload(xp.cuda.get_current_stream())
 
-    def replay(pool: Any = pool) -> None:  # the pool lives as long as the graph
-        graph.launch(xp.cuda.get_current_stream())
+    def replay(stream: Any = None, pool: Any = pool) -> None:  # the pool lives as long as the graph
+        graph.launch(stream)
 
     return replay
 

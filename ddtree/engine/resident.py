@@ -26,7 +26,7 @@ from ddtree.engine.cache import PagedCache, Pages, new_array
 from ddtree.engine.graphs import Readback, Readbacks, Repeated
 from ddtree.engine.prompts import MOST_ROWS, Part, PromptPass, parts_of
 from ddtree.engine.records import RESIDENT_STAGES, Round
-from ddtree.engine.run import Run, checked_draft, joined, name_of
+from ddtree.engine.run import Run, checked_draft, joined, name_of, one_token_each
 from ddtree.ops import accept_tree, build_tree, compact_cache, tree_positions
 from ddtree.protocols import CachingTarget, KVCache, ResidentDraft, ResidentDrafter, ResidentState, Target
 from ddtree.trees import Acceptance, DraftTree
@@ -436,8 +436,9 @@ class ResidentRun(Run):
         arrays = readback.wait()
         self.under_way[requests] -= 1
         if prompts is not None:
-            first, ones = arrays[0][places][:, None], np.ones(len(requests), np.int64)
-            for request in self.commit(requests, first, ones, of_round=False):
+            if not len(requests):  # all of them go on
+                return None
+            for request in self.commit(requests.tolist(), one_token_each(arrays[0][places]), of_round=False):
                 self.began.remove(request)  # it never drafted
                 self.free(request)
             return None
@@ -453,7 +454,9 @@ class ResidentRun(Run):
         record = arrays[0][places]
         if self.drafter is not None:
             self.kept.update(zip(requests.tolist(), counts.tolist(), strict=True))
-        for request in self.commit(requests, record[:, 3:], counts):
+        shown = record[:, 2:].copy()  # without what was wrong with drafts
+        shown[:, 0] = counts
+        for request in self.commit(requests.tolist(), shown.reshape(-1).data):
             self.ended.append(request)
             self.free(request)
         if record[:, 1].any():

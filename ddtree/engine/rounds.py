@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ddtree.arrays import export_array, to_numpy
 from ddtree.engine.records import Round
-from ddtree.engine.run import Run, converted, joined, name_of
+from ddtree.engine.run import Run, converted, joined, name_of, one_token_each
 from ddtree.ops import accept_tree, build_tree, tree_positions
 from ddtree.policies import check_policy_tree
 from ddtree.protocols import CachingTarget
@@ -31,25 +31,25 @@ class HostRun(Run):
         """Run to the end; each time that requests begin, their prefill is a step, which is no round (None)."""
         try:
             while self.waiting or self.active:
-                admitted = self.admit()
-                if admitted:
-                    with self.on_its_stream():
-                        self.begin(admitted)
+                if self.waiting and (admitted := self.admit()):
+                    self.begin(admitted)
                     yield None
                 if self.active:
-                    with self.on_its_stream():
-                        record = self.round()
-                    yield record
+                    yield self.round()
         finally:
+            self.close()
             self.forget()
+
+    def close(self) -> None:
+        """Give back what rounds have been holding from one to the next: here nothing."""
 
     def begin(self, requests: list[int]) -> None:
         """Run the prompts of ``requests`` and commit the token after each."""
         self.emissions = []
-        with self.timed("prefill"):
+        with self.on_its_stream(), self.timed("prefill"):
             choices, hidden_states = self.prefill(requests)
             tokens = to_numpy(choices)
-        ended = self.commit(requests, tokens[:, None], np.ones(len(requests), np.int64), of_round=False)
+        ended = self.commit(requests, one_token_each(tokens), of_round=False)
         for request, states in zip(requests, hidden_states, strict=True):
             if request not in ended:  # who ends here never drafted
                 self.hidden_states[request] = states
@@ -97,6 +97,10 @@ class HostRun(Run):
 
     def round(self) -> Round:
         """Draft, check, commit; finished requests leave."""
+        with self.on_its_stream():
+            return self._round()
+
+    def _round(self) -> Round:
         requests, backend = np.array(self.active), self.engine.backend
         # The root's own row is written by this round's pass.
         prefix_lens = (self.committed.lengths[requests] - 1).astype(np.int32)
@@ -135,19 +139,18 @@ class HostRun(Run):
         shown: Callable[[int, NDArray[Any]], dict[int, Any]],
     ) -> Round:
         """Commit what the active requests have kept, all on the host; ``shown(b, path)`` are a path's hidden states."""
-        requests = np.array(self.active)
+        requests = list(self.active)
         self.emissions = []
-        emitted = emitted_tokens(tree, kept)
-        ended = self.commit(requests, emitted[:, 1:], emitted[:, 0])
+        ended = self.commit(requests, emitted_tokens(tree, kept).reshape(-1).data)
         self.ended += ended
-        for b, request in enumerate(requests.tolist()):
+        for b, request in enumerate(requests):
             if request in ended:
                 del self.hidden_states[request]
             else:
                 self.hidden_states[request] = shown(b, kept.node_indices[b, : kept.lengths[b]])
         # In an unused slot the choice follows from whatever logits the target left there.
         target_token_ids = np.where(tree.depths >= 0, choices, np.int32(-1))
-        return Round(tuple(requests.tolist()), tree, target_token_ids, kept)
+        return Round(tuple(requests), tree, target_token_ids, kept)
 
     def leaves_out_unused(self, shape: tuple[int, ...], wanted: tuple[int, ...], tree: DraftTree) -> bool:
         """Whether logits of another shape are those of fewer slots, of which no request uses more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ddtree.arrays import array_namespace, dtype_name, import_array, to_numpy, use_stream_of
 from ddtree.engine.cache import PagedCache, Pages
 from ddtree.engine.committed import Committed
-from ddtree.engine.records import STAGES, Emission, Generation, Round
+from ddtree.engine.records import STAGES, Emission, FinishReason, Generation, Round
 from ddtree.ops import choose_tokens
 from ddtree.protocols import CachingTarget, DraftContext, Drafter, Policy, RequestCache, TargetOutput
 from ddtree.trees import Acceptance, DraftTree
@@ -24,7 +24,16 @@ from ddtree.trees import Acceptance, DraftTree
 if TYPE_CHECKING:
     from ddtree.engine.engine import Engine
 
-__all__ = ["NonFiniteLogitsError", "Plan", "Run", "checked_draft", "converted", "joined", "name_of"]
+__all__ = [
+    "NonFiniteLogitsError",
+    "Plan",
+    "Run",
+    "checked_draft",
+    "converted",
+    "joined",
+    "name_of",
+    "one_token_each",
+]
 
 Record = TypeVar("Record", DraftTree, Acceptance)
 
@@ -71,7 +80,7 @@ class Run(ABC):
         self.committed = Committed(prompts, max_new_tokens)
         self.waiting, self.active = deque(range(len(prompts))), list[int]()
         self.max_batch = min(engine.max_batch or len(prompts), len(prompts))
-        self.stop_tokens = np.array(stops, np.int32)
+        self.stop_tokens, self.stop_set = np.array(stops, np.int32), frozenset(stops)
         self.keys = np.array(keys, np.int64)
         # a policy is shown every draft, even one that drafts nothing of it
         drafts = plan.depth > 0 and (plan.budget > 0 or plan.policy is not None)
@@ -198,17 +207,15 @@ class Run(ABC):
         assert self.drafter is not None
         return checked_draft(self.drafter, draft, (len(self.active), self.plan.depth, self.plan.topk), self.drafted)
 
-    def commit(self, requests: Any, tokens: Any, counts: Any, *, of_round: bool = True) -> list[int]:
+    def commit(self, requests: Sequence[int], emitted: memoryview, *, of_round: bool = True) -> list[int]:
         """Append what requests emitted, whose last tokens may end them.
 
         Parameters
         ----------
-        requests : sequence of int, n of them
-            Who emitted something.
-        tokens : array, int32, shape (n, width)
-            What, of which the first ``counts``, one or more, are it.
-        counts : array, int, shape (n,)
-            How many.
+        requests : sequence of int
+            Who emitted something: one or more.
+        emitted : memoryview of int32
+            Of each as many numbers: how many tokens, one or more, and then these, as ``emitted_tokens`` returns them.
         of_round : bool
             Whether it was a round, or a prefill.
 
@@ -216,40 +223,47 @@ class Run(ABC):
         -------
         list of int
             Those that have ended, which are out of the batch then.
+
+        Raises
+        ------
+        RuntimeError
+            A request has emitted nothing, or what is no token; what the others emitted is appended.
         """
-        requests, counts = np.asarray(requests, np.int64), np.asarray(counts, np.int64)
-        if (counts < 1).any():
-            at = int(np.argmin(counts))
-            raise RuntimeError(f"request {requests[at]}: a round must emit a token, but accept_tree kept {counts[at]}")
-        last = tokens[np.arange(len(requests)), counts - 1]
-        unusable = last < 0
-        if unusable.any():
-            good = ~unusable
-            if good.any():  # nothing of theirs is lost
-                self.commit(requests[good], tokens[good], counts[good], of_round=of_round)
-            at = int(np.argmax(unusable))
-            after = int(self.committed.lengths[requests[at]] + counts[at]) - 2
-            raise NonFiniteLogitsError(
-                f"request {requests[at]}: the target's logits after position {after} hold "
-                "NaN or +inf, or nothing finite, so that no token can follow it"
-            )
-        self.committed.append(requests, tokens, counts, of_round=of_round)
-        stopped = (last[:, None] == self.stop_tokens).any(axis=1)
-        finished = stopped | (self.committed.remaining[requests] == 0)
+        width, at = len(emitted) // len(requests), 0
         ended: list[int] = []
-        for b in np.flatnonzero(finished):
-            request = int(requests[b])
-            self.committed.finish_reasons[request] = "stop" if stopped[b] else "length"
-            self.active.remove(request)
-            self.cache.release(request)
-            ended.append(request)
-        if self.shows_emissions:
-            reasons = self.committed.finish_reasons
-            self.emissions += [
-                Emission(int(request), row[:count].copy(), reasons[request] if over else None)
-                for request, row, count, over in zip(requests, tokens, counts, finished, strict=True)
-            ]
+        fault: tuple[int, int] | None = None
+        for request in requests:
+            count = emitted[at]
+            last = emitted[at + count]
+            if count < 1 or last < 0:
+                fault = fault or (request, count)
+            else:
+                tokens, stopped = emitted[at + 1 : at + 1 + count], last in self.stop_set
+                over = self.committed.append(request, tokens, of_round=of_round) == 0 or stopped
+                if over:
+                    self._end(request, "stop" if stopped else "length")
+                    ended.append(request)
+                if self.shows_emissions:
+                    reason = self.committed.finish_reasons[request] if over else None
+                    self.emissions.append(Emission(request, np.array(tokens), reason))
+            at += width
+        if fault is not None:
+            raise self._at_fault(*fault)
         return ended
+
+    def _end(self, request: int, reason: FinishReason) -> None:
+        self.committed.finish_reasons[request] = reason
+        self.active.remove(request)
+        self.cache.release(request)
+
+    def _at_fault(self, request: int, count: int) -> RuntimeError:
+        """What to say of a request that emitted ``count`` tokens of which the last is none."""
+        if count < 1:
+            return RuntimeError(f"request {request}: a round must emit a token, but accept_tree kept {count}")
+        return NonFiniteLogitsError(
+            f"request {request}: the target's logits after position {self.committed.lengths[request] + count - 2} hold "
+            "NaN or +inf, or nothing finite, so that no token can follow it"
+        )
 
     def forget(self) -> None:
         """Tell the drafter, once the run is over or left, of the requests whose end it has not been told of."""
@@ -325,6 +339,11 @@ def converted(record: Record, convert: Any) -> Record:
     """The same record with every array converted."""
     arrays = {f.name: getattr(record, f.name) for f in fields(record)}
     return replace(record, **{name: convert(a) for name, a in arrays.items() if not isinstance(a, int)})
+
+
+def one_token_each(tokens: NDArray[np.int32]) -> memoryview:
+    """What a prefill emits, as ``commit`` takes it."""
+    return np.stack([np.ones_like(tokens), tokens], axis=1).astype(np.int32, copy=False).reshape(-1).data
 
 
 def name_of(drafter: Drafter | None) -> str:

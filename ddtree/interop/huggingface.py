@@ -259,10 +259,12 @@ class HuggingFaceTarget:
         Width of its logits.
     max_context : int or None
         The most tokens that a model with a table of positions can have; None where they are computed.
+    no_grad : type
+        ``torch.no_grad``.
     """
 
     def __init__(self, model: Any, *, cache: str | Callable[[int], Any] = "dynamic") -> None:
-        self._no_grad = _imported().no_grad
+        self.no_grad = _imported().no_grad
         self.model = model
         self._parameters = _checked_forward(model)
         self._cache_parameter = "cache" if "cache" in self._parameters else "past_key_values"
@@ -315,29 +317,38 @@ class HuggingFaceTarget:
         if last_only and "logits_to_keep" in self._parameters:
             rows, last = np.unique(last, return_inverse=True)
             inputs["logits_to_keep"] = self._sent(rows)
-        logits, hidden_states = self.run(inputs, cache.owner.past, hidden_layers)
+        with self.no_grad():
+            logits, hidden_states = self.run(self.arguments(cache.owner.past, **inputs), hidden_layers)
         if last_only:
             logits = logits[torch.arange(len(last), device=logits.device), self._sent(last)][:, None]
         return TargetOutput(import_array(logits.contiguous()), hidden_states)
 
-    def run(self, inputs: dict[str, Any], past: Any, hidden_layers: tuple[int, ...] = ()) -> tuple[Any, dict[int, Any]]:
-        """Call the model, which appends keys to ``past``; return logits and hidden states, torch tensors.
+    def arguments(self, past: Any, **inputs: Any) -> dict[str, Any]:
+        """Return what :meth:`run` calls the model with.
 
         Parameters
         ----------
-        inputs : dict
-            ``input_ids``, ``position_ids`` and ``attention_mask``, and what else the model's forward is to be given.
         past : transformers.Cache
-            Of ``ddtree.interop.huggingface_cache.ModelCache``.
+            Of ``ddtree.interop.huggingface_cache.ModelCache``; the model appends keys to it.
+        **inputs
+            ``input_ids``, ``position_ids`` and ``attention_mask``, and what else the model's forward is to be given.
+        """
+        return {**inputs, self._cache_parameter: past, **self._constants}
+
+    def run(self, arguments: dict[str, Any], hidden_layers: tuple[int, ...] = ()) -> tuple[Any, dict[int, Any]]:
+        """Call the model, in :meth:`no_grad`; return logits and hidden states, torch tensors.
+
+        Parameters
+        ----------
+        arguments : dict
+            Of :meth:`arguments`.
         hidden_layers : tuple of int
             Layers whose hidden states are wanted.
         """
-        inputs = {**inputs, self._cache_parameter: past, **self._constants}
         if not hidden_layers:
-            with self._no_grad():
-                return self.model(**inputs).logits, {}
-        with self._no_grad(), self._hidden_states(hidden_layers, inputs) as hidden_states:
-            output = self.model(**inputs)
+            return self.model(**arguments).logits, {}
+        with self._hidden_states(hidden_layers, arguments) as hidden_states:
+            output = self.model(**arguments)
         return output.logits, hidden_states(output)
 
     def _positions(self, positions: NDArray[Any]) -> NDArray[Any]:

@@ -156,17 +156,17 @@ class ModelCache:
         self.kernels.compact_layers(self.table(), view.prefix_lens, tree_rows, acceptance)
 
     @property
-    def moved(self) -> tuple[int, int]:
+    def moves(self) -> int:
         """Something else whenever a layer's memory is another."""
         full, windowed = self._places
-        return self._selections, full.moves + windowed.moves
+        return int(self._selections + full.moves + windowed.moves)
 
     def table(self) -> Any:
         """Return what ``compact_layers`` takes; the same one as long as the layers are where they were."""
-        if self._table[0] != self.moved:
+        if self._table[0] != self.moves:
             parts = [(t, getattr(layer, "base", 0)) for layer, _ in self._layers() for t in _storage(layer)]
             make = importlib.import_module(f"{self.kernels.__name__}.compact_layers").layer_table
-            self._table = self.moved, make([import_array(tensor) for tensor, _ in parts], [base for _, base in parts])
+            self._table = self.moves, make([import_array(tensor) for tensor, _ in parts], [base for _, base in parts])
         return self._table[1]
 
     def release(self, request: int) -> None:
@@ -194,11 +194,14 @@ class ModelCache:
         seen = np.ascontiguousarray(mask[..., self.dropped if kind.window is not None else 0 :])
         return export_array(seen, self._host_like).to(self.like.device)
 
-    def geometry(self, slots: int, tree_row: int) -> list[tuple[int, int, int]]:
-        """Return each kind of mask's place, as ``tree_mask`` takes it: of trees of so many slots at ``tree_row``."""
+    def geometry(self, slots: int, tree_row: int) -> list[int]:
+        """Return each kind of mask's place, three numbers as ``tree_mask`` takes them, of trees of ``slots`` slots."""
         columns = tree_row + slots if self.static is None else self.static
-        firsts = [0 if kind.window is None else self.dropped for kind in self.mask_kinds]
-        return [(tree_row, first, columns - first) for first in firsts]
+        places = []
+        for kind in self.mask_kinds:
+            first = 0 if kind.window is None else self.dropped
+            places += [tree_row, first, columns - first]
+        return places
 
     @property
     def most_columns(self) -> int:

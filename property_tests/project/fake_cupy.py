@@ -21,6 +21,8 @@ from ddtree.trees import Acceptance, DraftTree
 class Pointer:
     """Memory from an address on; what it belongs to stays alive with it."""
 
+    device_id = 0
+
     def __init__(self, ptr, owner):
         self.ptr, self.owner = ptr, owner
 
@@ -141,6 +143,9 @@ class Graph:
     def __init__(self, work):
         self.work = work
 
+    def upload(self, stream):
+        """It is here already."""
+
     def launch(self, stream):
         assert isinstance(stream, Stream)
         Graph.launches += 1
@@ -156,19 +161,25 @@ class Cuda:
     def __init__(self):
         self.captured: Any = None
         self.allocator = self.host_memory
-        self.runtime = SimpleNamespace(
-            memcpyAsync=lambda to, of, size, kind, stream: self.do(lambda: ctypes.memmove(to, of, size)),
-            memcpyHostToDevice=1,
-            memcpyDeviceToHost=2,
-        )
 
     def host_memory(self, size):
         held = np.full(max(size, 1), 0x5A, np.uint8)  # no number that is expected
         return Pointer(held.ctypes.data, held)
 
     def alloc(self, size):
-        assert self.captured is None or self.allocator != self.host_memory, "memory was taken while a stream captures"
         return self.allocator(size)
+
+    class MemoryPool:
+        """Of a graph, which needs no memory but a mirror's."""
+
+        def malloc(self, size):
+            raise AssertionError("memory was taken while a stream captures")
+
+    def UnownedMemory(self, address, size, owner, device):  # noqa: N802 - CuPy's name
+        return Pointer(address, owner)
+
+    def MemoryPointer(self, memory, offset):  # noqa: N802 - CuPy's name
+        return memory + offset
 
     def alloc_pinned_memory(self, size):
         pinned = type("PinnedMemory", (ctypes.c_ubyte * size,), {})()
@@ -313,7 +324,7 @@ def install(monkeypatch):
     monkeypatch.setattr(arrays, "_KINDS", {})
     monkeypatch.setattr(arrays, "_torch_device", lambda device: arrays.Device("cuda", 0))
     monkeypatch.setattr(arrays, "_cupy", lambda: fake)
-    monkeypatch.setattr(arrays, "current_stream", lambda array: 7)
+    monkeypatch.setattr(arrays, "_torchs_stream", lambda number: 7)
     monkeypatch.setattr(arrays, "_stream", lambda handle, number: Stream())
     monkeypatch.setattr(arrays, "_OnTorchsStream", lambda number, handle: contextlib.nullcontext())
     monkeypatch.setattr(arrays, "_as_cupy", lambda tensor, number: as_cupy(torch, arrays, tensor))
@@ -322,7 +333,6 @@ def install(monkeypatch):
         torch, "from_dlpack", lambda a: torch.from_numpy(a.array.host) if isinstance(a, Exported) else from_dlpack(a)
     )
     monkeypatch.setattr(huggingface.HuggingFaceTarget, "on_gpu", True)
-    monkeypatch.setattr(rounds._Replay, "on_gpu", lambda self: True)
     real = importlib.import_module
 
     def imported(name, package=None):
@@ -331,6 +341,7 @@ def install(monkeypatch):
 
     monkeypatch.setattr(cache.importlib, "import_module", imported)
     serve = importlib.import_module("ddtree.backends").Backend("fake", kernels, "cupy")
+    monkeypatch.setattr(real("ddtree.interop.mirror"), "copy_rows", kernels.copy_rows)
     monkeypatch.setattr(rounds, "serving", lambda op, like: serve.op(op))
     checks: Any = real("ddtree.checks")
     select = checks.select_backend

@@ -4,7 +4,9 @@ What only a GPU can show, kernels and streams, is in :mod:`.test_gpu_torch`.
 """
 
 import functools
+import gc
 import pickle
+import weakref
 from dataclasses import fields
 
 import numpy as np
@@ -21,7 +23,7 @@ pytest.importorskip("transformers", reason="optional library transformers is not
 import torch
 
 from ddtree.interop import huggingface_rounds as rounds
-from ddtree.interop.mirror import DeviceMirror
+from ddtree.interop.mirror import Mirror
 from ddtree.property_tests.project import fake_cupy
 from ddtree.property_tests.project.hf_models import greedy, model_of
 
@@ -169,10 +171,46 @@ def test_a_drafter_that_asks_is_shown_the_hidden_states_of_the_accepted_rows(gpu
         assert torch.allclose(shown, wanted, atol=1e-6)
 
 
+def test_rounds_say_the_same_whenever_they_are_looked_at(gpu):
+    decoder = DDTreeDecoder(model_of("llama"), RandomDrafter(7), depth=4, budget=9)
+    later = decoder.generate(PROMPTS, NEW).rounds
+    at_once: list[str] = []
+    decoder.generate(PROMPTS, NEW, on_round=lambda record: at_once.append(repr(record)))
+    assert len(at_once) > 3
+    assert [repr(record) for record in later] == at_once
+
+
+def test_a_context_that_is_kept_says_what_was_then_and_does_not_keep_the_run(gpu, monkeypatch):
+    kept, runs = [], []
+    new_run = DDTreeDecoder.new_run
+
+    def opened(self, *arguments):
+        run = new_run(self, *arguments)
+        runs.append(weakref.ref(run))
+        return run
+
+    monkeypatch.setattr(DDTreeDecoder, "new_run", opened)
+
+    draft = np.full((3, 2, 1), -np.inf, np.float32), np.full((3, 2, 1), -1, np.int32)
+
+    def drafter(context, depth, topk):
+        kept.append(context)
+        return draft
+
+    DDTreeDecoder(model_of("llama"), drafter, depth=2, budget=2).generate(PROMPTS, 1 + NEW // 2)
+    gc.collect()
+    assert runs[0]() is None
+    for round_, context in enumerate(kept):
+        for prompt, row, tokens in zip(PROMPTS, expected("llama"), context.tokens, strict=True):
+            assert tokens.tolist() == [*prompt, *row[: 1 + round_]]
+        assert context.root_token_ids.get().tolist() == [row[round_] for row in expected("llama")]
+    assert len(kept) == NEW // 2
+
+
 @pytest.mark.parametrize(
     "fault",
     [
-        lambda monkeypatch: monkeypatch.setattr(DeviceMirror, "send", lambda self: None),
+        lambda monkeypatch: monkeypatch.setattr(Mirror, "send", lambda self: None),
         lambda monkeypatch: monkeypatch.setattr(rounds._Form, "at", (0, 0, 0, 0), raising=False),
     ],
 )
