@@ -19,7 +19,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,6 @@ TEXTS = 48
 RENEWED = 40
 """Runs after which all of them are others."""
 MOST_WAITED = 24
-"""Runs by which a soak ends that has done its rounds, though some fault could not be injected."""
 MOST_FAULTS = 50
 """Faults after which a soak stops: a device that has failed once may do nothing right any more."""
 WRITTEN_EVERY = 50
@@ -64,7 +63,7 @@ WRITTEN_EVERY = 50
 FAULT_EVERY = 5
 """Runs from one that something fails in to the next."""
 WARM_UP = 8
-"""Runs of each engine before memory is judged: by then it keeps as many captured rounds as it ever will."""
+"""Runs of each engine before memory is judged: by then it keeps as many loops as it ever will."""
 FAULTS = ("drafter raises", "draft of NaN", "draft over 0", "logits of NaN")
 
 RANDOM = {
@@ -319,19 +318,22 @@ class Growth:
 ALLOWED_MIB, ALLOWED_SHARE, JUDGED_SAMPLES = 8.0, 0.01, 40
 
 
-def fit_growth(rounds: list[int], mib: list[float], warm_up: int = 0) -> Growth:
+def fit_growth(rounds: list[int], mib: list[float], graphs: list[int], warm_up: int = 0) -> Growth:
     """Fit a line to the samples after warm-up; it may rise by 8 MiB, or by 1 % where that is more.
 
-    Warm-up is ``warm_up`` samples, and a quarter of all in any event.
+    Engines keep a bounded number of captured rounds and passes, which takes long to be reached: what each of them takes
+    is fitted beside the line, so that only what rises without them is growth. Warm-up is ``warm_up`` samples, and a
+    quarter of all in any event.
     """
     start = max(warm_up, len(rounds) // 4)
-    x, y = (np.asarray(column, np.float64)[start:] for column in (rounds, mib))
+    x, y, kept = (np.asarray(column, np.float64)[start:] for column in (rounds, mib, graphs))
     level = float(y.mean()) if len(y) else 0.0
     allowed = max(ALLOWED_MIB, ALLOWED_SHARE * level)
     if len(y) < JUDGED_SAMPLES or x[0] == x[-1]:
         return Growth(level, 0.0, allowed, False)
-    slope = np.polyfit(x - x[0], y, 1)[0]
-    return Growth(level, float(slope * (x[-1] - x[0])), allowed, True)
+    columns = np.stack([(x - x[0]) / (x[-1] - x[0]), np.ones_like(x), kept - kept.mean()], axis=1)
+    grown = np.linalg.lstsq(columns, y, rcond=None)[0][0]
+    return Growth(level, float(grown), allowed, True)
 
 
 class _Memory:
@@ -340,16 +342,19 @@ class _Memory:
     def __init__(self, on_gpu: bool) -> None:
         self.cupy = importlib.import_module("cupy") if on_gpu else None
         self.rounds: list[int] = []
+        self.graphs: list[int] = []
         self.series: dict[str, list[float]] = {"host": []}
         if on_gpu:
             self.series |= {"GPU": [], "GPU arrays": []}
 
-    def sample(self, rounds: int) -> None:
+    def sample(self, rounds: int, engines: Iterable[Engine]) -> None:
         gc.collect()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
         if trim is not None:
             trim(0)  # pages that glibc's heap keeps though nobody has them are no growth
         self.rounds.append(rounds)
+        loops = [loop for engine in engines for loop in engine.loops.all]
+        self.graphs.append(sum(work.replay is not None for loop in loops for work in (loop, *loop.passes.values())))
         self.series["host"].append(_resident_bytes() / 2**20)
         if self.cupy is not None:
             free, total = self.cupy.cuda.runtime.memGetInfo()
@@ -391,6 +396,8 @@ class Record:
         When memory was looked at.
     memory : dict of str to list of float
         MiB then, by whose it is.
+    graphs : list of int
+        Captured rounds and passes that all engines kept then.
     growth : dict of str to dict
         The lines through these.
     sanitizer : dict of str to str
@@ -409,6 +416,7 @@ class Record:
     faults: list[str] = field(default_factory=list)
     sampled_rounds: list[int] = field(default_factory=list)
     memory: dict[str, list[float]] = field(default_factory=dict)
+    graphs: list[int] = field(default_factory=list)
     growth: dict[str, Any] = field(default_factory=dict)
     sanitizer: dict[str, str] = field(default_factory=dict)
 
@@ -454,9 +462,9 @@ class _Soak:
         name = f"{model}, L {depth}, {budget} nodes, {kind}"
         return _Subject(name, model, engine, wild)
 
-    def run(self, rounds: int, show: Callable[[int], None]) -> None:
+    def run(self, rounds: int, most_waited: int, show: Callable[[int], None]) -> None:
         """Run until so many rounds are done and each fault has been seen, as far as a short soak can wait for it."""
-        while self.record.rounds < rounds or (0 in self.record.injected.values() and self.record.runs < MOST_WAITED):
+        while self.record.rounds < rounds or (0 in self.record.injected.values() and self.record.runs < most_waited):
             if self.record.runs % RENEWED == 0:
                 for texts in self.texts.values():
                     texts.renew()
@@ -468,7 +476,7 @@ class _Soak:
                 self.disturbed(subject, run, min(possible, key=lambda fault: self.record.injected[fault]))
             self.undisturbed(subject, run)
             self.record.runs += 1
-            self.memory.sample(self.record.rounds)
+            self.memory.sample(self.record.rounds, [subject.engine for subject in self.subjects])
             if len(self.record.faults) >= MOST_FAULTS:
                 raise RuntimeError(f"{len(self.record.faults)} faults are enough")
             show(min(self.record.rounds, rounds))
@@ -476,7 +484,9 @@ class _Soak:
     def growth(self) -> dict[str, Growth]:
         """The line through each series of memory."""
         memory, warm_up = self.memory, WARM_UP * len(self.subjects)
-        return {name: fit_growth(memory.rounds, series, warm_up) for name, series in memory.series.items()}
+        return {
+            name: fit_growth(memory.rounds, series, memory.graphs, warm_up) for name, series in memory.series.items()
+        }
 
     def next_subject(self) -> _Subject:
         """Every engine once, then every engine once in another order: warm-up is over when each has been used."""
@@ -614,6 +624,7 @@ def soak(
     resident: bool | None = None,
     models: tuple[str, ...] = ("random", "golden"),
     texts: int = TEXTS,
+    most_waited: int | None = None,
     written: Callable[[Record], Any] = lambda record: None,
 ) -> Record:
     """Run a soak, with a progress bar where somebody looks.
@@ -634,6 +645,8 @@ def soak(
         "random", "golden", or both.
     texts : int
         Prompts whose autoregressive tokens are known at a time, 1 and up.
+    most_waited : int, optional
+        Runs by which a soak ends that has done its rounds, though some fault could not be injected; if left out 24.
     written : callable
         Called with the record now and then, so that a soak that is killed leaves one.
 
@@ -663,10 +676,14 @@ def soak(
 
     running = _Soak(models, record, texts)
     gc.freeze()  # what is there before is no growth, and need not be looked through at each sample
-    record.sampled_rounds, record.memory = running.memory.rounds, running.memory.series
+    record.sampled_rounds, record.memory, record.graphs = (
+        running.memory.rounds,
+        running.memory.series,
+        running.memory.graphs,
+    )
     with progress_bar("rounds", rounds) as show:
         try:
-            running.run(rounds, show_and_write)
+            running.run(rounds, MOST_WAITED if most_waited is None else most_waited, show_and_write)
         except Exception as error:  # what was found until then is not lost
             where = "".join(traceback.format_exception(error)[-4:])
             record.faults.append(f"the soak stopped in run {record.runs}: {type(error).__name__}: {error}\n{where}")
@@ -704,9 +721,12 @@ EXACT_MODELS: dict[str, Callable[[str], DeepseekV3]] = {
 
 
 def exercise(tool: str, rounds: int, dtype: str) -> None:
-    """What runs under a tool of compute-sanitizer: a short soak of the golden model on the GPU."""
+    """What runs under a tool of compute-sanitizer: a short soak of the golden model on the GPU.
+
+    Every launch takes many times as long there, so that it waits for no fault that it did not meet.
+    """
     prepare_for_sanitizer(tool)
-    record = soak(rounds, backend="cupy", dtype=dtype, models=("golden",), texts=4)
+    record = soak(rounds, backend="cupy", dtype=dtype, models=("golden",), texts=2, most_waited=0)
     if record.faults:
         raise SystemExit("\n".join(record.faults))
 

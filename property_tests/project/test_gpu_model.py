@@ -4,7 +4,6 @@ Itself, because a pass over a tree, one-token passes, pieces of a prompt and a r
 """
 
 import functools
-import gc
 import resource
 from dataclasses import replace
 
@@ -298,17 +297,15 @@ def test_a_model_of_several_tensors_never_lies_on_the_host(cp):
 
 
 def test_a_model_without_room_on_the_gpu_names_the_tensor_and_both_sizes(cp):
-    config, pool = ModelConfig.from_dict(WIDE), cp.get_default_memory_pool()
+    config = ModelConfig.from_dict(WIDE)
     weights = dict(random_weights(config))
-    gc.collect()  # nothing of an earlier test gives room in the meantime
-    pool.free_all_blocks()
-    pool.set_limit(size=pool.used_bytes() + 3_000_000)
-    try:
+    pool = cp.cuda.MemoryPool()  # a new one: in the others, what earlier tests have freed is room too
+    pool.set_limit(size=3_000_000)
+    with cp.cuda.using_allocator(pool.malloc):
         with pytest.raises(MemoryError, match=r"^model\.\S+ needs [\d,]+ bytes on GPU 0, and [\d,]+ are free: load"):
             DeepseekV3(config, weights, dtype="float32", backend="cupy")
-    finally:
         pool.set_limit(size=0)
-    DeepseekV3(config, weights, dtype="float32", backend="cupy")
+        DeepseekV3(config, weights, dtype="float32", backend="cupy")
 
 
 def test_a_prompt_of_100_000_tokens_does_not_blow_the_memory(cp):

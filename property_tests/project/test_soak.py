@@ -1,6 +1,7 @@
 """The soak: it passes where all is right, and tells wrong tokens, swallowed faults and growing memory."""
 
 import json
+import math
 import os
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ def test_a_short_soak_finds_nothing_and_has_injected_every_fault(resident, monke
     assert record.rounds >= 100
     assert record.requests > 0 < record.tokens
     assert all(record.injected[fault] > 0 for fault in FAULTS), record.injected
-    assert len(record.memory["host"]) == record.runs == len(record.sampled_rounds)
+    assert len(record.memory["host"]) == record.runs == len(record.sampled_rounds) == len(record.graphs)
     assert not record.growth["host"]["judged"]
 
 
@@ -49,9 +50,9 @@ class Wrong:
 
 def test_wrong_tokens_are_faults_with_their_distance_from_a_tie(monkeypatch):
     monkeypatch.setattr(soak_module, "MOST_NEW", 24)
-    monkeypatch.setattr(soak_module, "MOST_WAITED", 0)
     monkeypatch.setattr(soak_module, "MOST_PROMPT", 9)
-    record = soak(90, backend="ddtree.property_tests.project.test_soak:Wrong", models=("golden",), texts=4)
+    backend = "ddtree.property_tests.project.test_soak:Wrong"
+    record = soak(90, backend=backend, models=("golden",), texts=4, most_waited=0)
     wrong = [fault for fault in record.faults if "differs at new token" in fault]
     assert wrong
     assert all("deviations from a tie" in fault for fault in wrong)
@@ -65,7 +66,7 @@ def test_an_error_in_an_undisturbed_run_is_a_fault(monkeypatch):
     monkeypatch.setattr(soak_module._Soak, "next_subject", lambda self: self.subjects[0])
     running = SimpleNamespace(left=3)
 
-    def count_down(self, rounds):
+    def count_down(self, rounds, engines):
         running.left -= 1
         self.rounds.append(rounds)
         self.series["host"].append(1.0)
@@ -76,7 +77,7 @@ def test_an_error_in_an_undisturbed_run_is_a_fault(monkeypatch):
     record = soak_module.Record({"dtype": "float32", "backend": None, "seed": 0, "resident": None}, {})
     whole = soak_module._Soak(("golden",), record, 2)
     with pytest.raises(KeyboardInterrupt):
-        whole.run(100, lambda done: None)
+        whole.run(100, 0, lambda done: None)
     assert sum("raised RuntimeError: out of order" in fault for fault in record.faults) >= 3
 
 
@@ -129,17 +130,27 @@ def test_a_soak_where_nothing_goes_any_more_ends(monkeypatch):
 
 
 def test_growth_is_a_line_after_warm_up():
-    rounds = list(range(0, 20_000, 100))
+    rounds, none = list(range(0, 20_000, 100)), [0] * 200
     rising = [100.0 + 20 * r / 20_000 for r in rounds]
-    assert fit_growth(rounds, rising).grown == pytest.approx(15, rel=0.02)
-    assert not fit_growth(rounds, rising).held
+    assert fit_growth(rounds, rising, none).grown == pytest.approx(15, rel=0.02)
+    assert not fit_growth(rounds, rising, none).held
     warm = [100.0 + min(r, 4_000) / 40 for r in rounds]  # grows, and stops growing
-    assert fit_growth(rounds, warm).grown == pytest.approx(0, abs=1e-9)
-    assert fit_growth(rounds, warm).held
-    assert fit_growth(rounds, [1e4 + 90 * r / 20_000 for r in rounds]).held  # under one in a hundred
-    assert not fit_growth(rounds, rising, warm_up=190).judged
-    assert fit_growth(rounds[:20], rising[:20]).held
-    assert fit_growth([], []).held
+    assert fit_growth(rounds, warm, none).grown == pytest.approx(0, abs=1e-9)
+    assert fit_growth(rounds, warm, none).held
+    assert fit_growth(rounds, [1e4 + 90 * r / 20_000 for r in rounds], none).held  # under one in a hundred
+    assert not fit_growth(rounds, rising, none, warm_up=190).judged
+    assert fit_growth(rounds[:20], rising[:20], none[:20]).held
+    assert fit_growth([], [], []).held
+
+
+def test_what_captured_graphs_take_is_no_growth():
+    rounds = list(range(0, 20_000, 100))
+    graphs = [round(300 * (1 - math.exp(-r / 6_000))) for r in rounds]  # slowly as many as ever
+    kept = [400 + 0.7 * n for n in graphs]
+    assert fit_growth(rounds, kept, graphs).grown == pytest.approx(0, abs=1e-6)
+    leaking = [mib + 20 * r / 20_000 for mib, r in zip(kept, rounds, strict=True)]
+    assert fit_growth(rounds, leaking, graphs).grown == pytest.approx(15, rel=0.02)
+    assert not fit_growth(rounds, leaking, graphs).held
 
 
 def test_growing_memory_is_a_fault(monkeypatch):
