@@ -3,6 +3,7 @@
 Drawn inputs of every operation are compared in several processes, then the suite's laws run, then, with ``--sanitize``,
 some more inputs under compute-sanitizer's four tools. ``--write`` records what held, with the hash of the kernels'
 sources, in ``verified.json`` beside them, where ``ddtree info`` finds it; nothing is recorded where a result is wrong.
+A run that is cut off goes on where it was with ``--resume``, which keeps each finished part in a file.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -48,23 +50,80 @@ def compare(backend: str, op: str, examples: int, seed: int) -> tuple[str, int, 
     return op, agreement.examples, agreement.mismatches, agreement.first
 
 
-def differential(backend: str, wanted: dict[str, int], jobs: int, console: Console) -> dict[str, tuple[int, int, str]]:
+class Found:
+    """Finished parts of a verification, and where they are kept so that another run need not do them again.
+
+    Parameters
+    ----------
+    of : dict
+        What is verified, where, and how: parts of another one are of no use.
+    path : Path, optional
+        A file of JSON lines, ``of`` in the first; it may be there already.
+
+    Raises
+    ------
+    click.ClickException
+        The file is of another verification, or is none.
+    """
+
+    def __init__(self, of: dict[str, Any], path: Path | None = None) -> None:
+        self._path, self._parts = path, dict[str, Any]()
+        if path is None:
+            return
+        try:
+            whole = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+            lines = [json.loads(line) for line in whole if line.endswith("\n")]  # the last may be cut off
+            if lines and lines[0] != of:
+                raise ValueError(f"it is of {lines[0]}")
+            self._parts = dict(lines[1:])
+        except (TypeError, ValueError) as error:
+            raise click.ClickException(
+                f"--resume must be a file of this verification, of {of}, got {path}: {error}; "
+                "name another file, or remove this one"
+            ) from error
+        with atomic_write(path) as file:
+            file.write("".join(json.dumps(line) + "\n" for line in [of, *self._parts.items()]).encode())
+
+    def __contains__(self, part: str) -> bool:
+        return part in self._parts
+
+    def __getitem__(self, part: str) -> Any:
+        return self._parts[part]
+
+    def add(self, part: str, result: Any) -> None:
+        """Keep the result of a part."""
+        self._parts[part] = result
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([part, result]) + "\n")
+
+
+def differential(
+    backend: str, wanted: dict[str, int], jobs: int, console: Console, parts: Found
+) -> dict[str, tuple[int, int, str]]:
     """Examples, mismatches and the first one, by operation."""
-    found = {op: (0, 0, "") for op in wanted}
     context = multiprocessing.get_context("spawn")  # a process that uses CUDA must not be forked
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    # the longest first, so that no process is left alone with them
+    order = sorted(wanted, key=lambda op: op != "verify_attention")
+    tasks = [(op, min(CHUNK, wanted[op] - at), at) for op in order for at in range(0, wanted[op], CHUNK)]
+    left = [task for task in tasks if part_of(*task) not in parts]
     with ProcessPoolExecutor(jobs, context) as pool, Progress(*columns, console=console, transient=True) as progress:
-        # the longest first, so that no process is left alone with them
-        order = sorted(wanted, key=lambda op: op != "verify_attention")
-        tasks = [(op, min(CHUNK, wanted[op] - at), at) for op in order for at in range(0, wanted[op], CHUNK)]
-        futures = [pool.submit(compare, backend, op, n, seed) for op, n, seed in tasks]
-        bar = progress.add_task("drawn inputs", total=len(futures))
+        futures = {pool.submit(compare, backend, op, n, seed): (op, n, seed) for op, n, seed in left}
+        bar = progress.add_task("drawn inputs", total=len(tasks), completed=len(tasks) - len(left))
         for future in as_completed(futures):
-            op, examples, mismatches, first = future.result()
-            before = found[op]
-            found[op] = before[0] + examples, before[1] + mismatches, before[2] or first
+            parts.add(part_of(*futures[future]), future.result()[1:])
             progress.advance(bar)
+    found = {op: (0, 0, "") for op in wanted}
+    for task in tasks:
+        before, (examples, mismatches, first) = found[task[0]], parts[part_of(*task)]
+        found[task[0]] = before[0] + examples, before[1] + mismatches, before[2] or first
     return found
+
+
+def part_of(op: str, examples: int, seed: int) -> str:
+    """What a task is called among finished parts."""
+    return f"{op}, {examples} inputs from seed {seed}"
 
 
 def laws(backend: str, ops: tuple[str, ...], console: Console) -> str:
@@ -80,13 +139,15 @@ def laws(backend: str, ops: tuple[str, ...], console: Console) -> str:
     return run.stdout.strip().splitlines()[-1].partition(",")[0]
 
 
-def start_sanitizer(code: str) -> dict[str, subprocess.Popen[str]]:
-    """Start Python code under each of compute-sanitizer's tools, side by side, in which ``TOOL`` is the tool's name."""
+def start_sanitizer(code: str, tools: Sequence[str] = TOOLS) -> dict[str, subprocess.Popen[str]]:
+    """Start Python code under some of compute-sanitizer's tools, side by side; ``TOOL`` in it is the tool's name."""
+    runs: dict[str, subprocess.Popen[str]] = {}
+    if not tools:
+        return runs
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         raise click.ClickException("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
-    runs = {}
-    for name in TOOLS:
+    for name in tools:
         runs[name] = subprocess.Popen(
             [tool, "--tool", name, "--error-exitcode", "9", sys.executable, "-c", code.replace("TOOL", name)],
             stdout=subprocess.PIPE,
@@ -152,8 +213,19 @@ def _attention_at_full_width() -> list[str]:
 @click.option("--sanitize/--no-sanitize", "sanitized", default=False, help="Also under compute-sanitizer.")
 @click.option("--write", is_flag=True, help="Record it in verified.json beside the kernels.")
 @click.option("--output", type=click.Path(path_type=Path), help="Record it in this file as well.")
+@click.option(
+    "--resume", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Keep finished parts here, and leave out those that are there.",
+)  # fmt: skip
 def main(
-    backend: str, examples: int, attention_examples: int, jobs: int, sanitized: bool, write: bool, output: Path | None
+    backend: str,
+    examples: int,
+    attention_examples: int,
+    jobs: int,
+    sanitized: bool,
+    write: bool,
+    output: Path | None,
+    resume: Path | None,
 ) -> None:
     """Hold a backend to the reference on this machine's GPU."""
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
@@ -164,14 +236,19 @@ def main(
     if reason or not gpus:
         raise click.ClickException(reason or "nvidia-smi lists no GPU here")
     ops, start = get_backend(backend).ops, time.perf_counter()
+    hashed, gpu = kernel_sources_hash(backend), ",".join(gpus[0].partition(": ")[2].split(",")[:2])
+    parts = Found({"backend": backend, "sources_sha256": hashed, "gpu": gpu}, resume)
     code = f"from ddtree.analysis.verify_on_gpu import exercise; exercise({backend!r}, {ops!r}, 20, 'TOOL')"
-    sanitizers = start_sanitizer(code) if sanitized else {}
+    tools = [tool for tool in TOOLS if tool not in parts] if sanitized else []
+    sanitizers = start_sanitizer(code, tools)
     wanted = {op: attention_examples if op == "verify_attention" else examples for op in ops}
     try:
-        found = differential(backend, wanted, jobs, console)
-        if not any(wrong for _, wrong, _ in found.values()):
-            held = laws(backend, ops, console)
-        outputs = {name: run.communicate()[0] for name, run in sanitizers.items()}
+        found = differential(backend, wanted, jobs, console, parts)
+        if not any(wrong for _, wrong, _ in found.values()) and "laws" not in parts:
+            parts.add("laws", laws(backend, ops, console))
+        for name, run in sanitizers.items():
+            told = run.communicate()[0]
+            parts.add(name, told if run.returncode else "")
     finally:
         for run in sanitizers.values():
             run.kill()
@@ -185,17 +262,17 @@ def main(
     if wrong_ones:
         raise click.ClickException("it differs from the reference:\n" + "\n".join(wrong_ones))
     record: dict[str, Any] = {
-        "gpu": ",".join(gpus[0].partition(": ")[2].split(",")[:2]),
+        "gpu": gpu,
         "date": datetime.date.today().isoformat(),
         "examples": {op: n for op, (n, _, _) in found.items()},
-        "laws": held,
+        "laws": parts["laws"],
         "versions": {k: v for k, v in versions().items() if v},
-        "sources_sha256": kernel_sources_hash(backend),
+        "sources_sha256": hashed,
     }
     console.print(f"the suite's laws: {record['laws']}", markup=False)
-    failed = {name: outputs[name] for name, run in sanitizers.items() if run.returncode}
-    if sanitizers:
-        record["sanitizer"] = {name: "found something" if name in failed else "nothing found" for name in sanitizers}
+    failed = {name: parts[name] for name in TOOLS if sanitized and parts[name]}
+    if sanitized:
+        record["sanitizer"] = {name: "found something" if name in failed else "nothing found" for name in TOOLS}
     beside = importlib.resources.files(BACKENDS[backend].module) / "verified.json"
     for path in [*([Path(str(beside))] if write and not failed else []), *([output] if output else [])]:
         with atomic_write(path) as file:
