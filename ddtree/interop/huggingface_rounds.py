@@ -81,10 +81,14 @@ class DeviceRun(HostRun):
         arguments = batch.build(roots, prefix_lens, remaining, tree_row)
         built = perf_counter()
         target, seconds = self.target, self.seconds
-        with target.no_grad():
+        graded = target.is_grad_enabled()
+        target.set_grad_enabled(False)
+        try:
             logits, hidden = target.run(arguments, self.hidden_layers)
             passed = perf_counter()
             record = batch.accept(logits, width)
+        finally:
+            target.set_grad_enabled(graded)
         # what needs no results, while the GPU works at them
         seconds["draft"] += drafted - start
         seconds["build_tree"] += built - drafted

@@ -224,3 +224,28 @@ def test_these_tests_can_fail(gpu, monkeypatch, fault):
     except Exception:  # poison is no draft and no token, which shows in many ways
         return
     assert tokens_of(generation) != expected("llama") or (generation.tau or 0) < 2
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_gradients_are_off_in_the_model_alone(gpu, monkeypatch, enabled):
+    model, oracle = model_of("llama"), OracleDrafter(expected("llama"), VOCABULARY)
+    inside, outside, passes = [], [], iter(range(10**6))
+    forward = type(model).forward
+
+    def seen(self, *arguments, **options):
+        inside.append(torch.is_grad_enabled())
+        if next(passes) == 5:
+            raise RuntimeError("out of order")
+        return forward(self, *arguments, **options)
+
+    def drafter(context, depth, topk):
+        outside.append(torch.is_grad_enabled())
+        return oracle(context, depth, topk)
+
+    decoder = DDTreeDecoder(model, drafter, depth=2, budget=3)
+    monkeypatch.setattr(type(model), "forward", seen)
+    with torch.set_grad_enabled(enabled):
+        with pytest.raises(RuntimeError, match="out of order"):
+            decoder.generate(PROMPTS, NEW)
+        assert torch.is_grad_enabled() == enabled
+    assert (set(inside), set(outside)) == ({False}, {enabled})
