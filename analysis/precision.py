@@ -274,6 +274,12 @@ def main(
         config = _configuration(path)
         return DeepseekV3(config, random_weights(config, seed_of_weights, backend=backend), dtype=kind, backend=backend)
 
+    if backend is None and "bfloat16" in (dtype, against):
+        raise click.UsageError(
+            "bfloat16 models are on a GPU alone: pass --backend cupy, or --dtype float32 --against float64"
+        )
+    if MODEL_DTYPES.index(against) < MODEL_DTYPES.index(dtype):
+        raise click.UsageError(f"--against must be no narrower than --dtype {dtype}, got {against}")
     try:
         wider, model = load(against), load(dtype)
         prompts = np.random.default_rng(seed).integers(0, model.vocab_size, (texts, prompt_tokens))
@@ -300,8 +306,11 @@ def main(
 def _configuration(path: Path) -> ModelConfig:
     """What a ``config.json`` says."""
     try:
-        return ModelConfig.from_dict(json.loads(path.read_text("utf-8")))
-    except (OSError, AttributeError, TypeError, ValueError) as error:
+        config = json.loads(path.read_text("utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds {type(config).__name__}")
+        return ModelConfig.from_dict(config)
+    except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"MODEL must be a config.json where --random is given, got {path}: {error}") from error
 
 

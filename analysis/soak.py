@@ -34,7 +34,7 @@ from rich.table import Table
 from ddtree.analysis.environment import commit, devices, kernel_sources_hash, versions
 from ddtree.analysis.margins import BOUNDS, Difference, HeldWeights, Sampling, first_differences
 from ddtree.analysis.progress import progress_bar
-from ddtree.analysis.verify_on_gpu import prepare_for_sanitizer, start_sanitizer
+from ddtree.analysis.verify_on_gpu import prepare_for_sanitizer, sanitizer_path, start_sanitizer
 from ddtree.arrays import array_kind, array_namespace
 from ddtree.backends import BACKENDS
 from ddtree.drafters import NgramDrafter
@@ -755,7 +755,9 @@ def table_of(record: Record) -> Table:
     table.add_row("requests", f"{record.requests:,}", f"in {record.runs:,} runs, up to {BATCH} at once")
     table.add_row("tokens compared", f"{record.tokens:,}", "with autoregressive ones, one request at a time")
     bound = record.settings["bound"]
-    ties = f"first differences at a tie: {bound['logits']:g} deviations of the logits, {bound['router']:g} in a router"
+    ties = (
+        f"of two tokens within {bound['logits']:g} deviations of the logits, or two experts within {bound['router']:g}"
+    )
     table.add_row("ties", f"{len(record.differences):,}", ties)
     for fault in FAULTS:
         table.add_row(f"injected: {fault}", f"{record.injected[fault]:,}", "raised, and the engine went on")
@@ -764,7 +766,7 @@ def table_of(record: Record) -> Table:
         why = (
             f"of {line['level']:,.0f} MiB; {line['allowed']:.0f} MiB are allowed"
             if line["judged"]
-            else "too few samples"
+            else "too few runs to judge by: pass --rounds 6000 or more"
         )
         table.add_row(f"memory, {name}", grown, why)
     for tool, told in record.sanitizer.items():
@@ -820,6 +822,8 @@ def main(
     from ddtree.backends import BackendUnavailable
 
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
+    if sanitize is not None:
+        sanitizer_path()
     try:
         record = soak(
             rounds, backend=backend, dtype=dtype, seed=seed, resident=resident, models=models, texts=texts,

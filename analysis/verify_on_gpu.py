@@ -71,18 +71,15 @@ class Found:
         if path is None:
             return
         try:
-            whole = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
-            lines = [json.loads(line) for line in whole if line.endswith("\n")]  # the last may be cut off
-            if lines and lines[0] != of:
-                raise ValueError(f"it is of {lines[0]}")
-            self._parts = dict(lines[1:])
-        except (TypeError, ValueError) as error:
+            text = path.read_text("utf-8") if path.exists() else ""
+            self._parts = _parts_of(text, of) if text else {}
+            with atomic_write(path) as file:
+                file.write("".join(json.dumps(line) + "\n" for line in [of, *self._parts.items()]).encode())
+        except (OSError, ValueError) as error:
             raise click.ClickException(
-                f"--resume must be a file of this verification, of {of}, got {path}: {error}; "
+                f"--resume must be a file of this verification, or one that can be made, got {path}: {error}; "
                 "name another file, or remove this one"
             ) from error
-        with atomic_write(path) as file:
-            file.write("".join(json.dumps(line) + "\n" for line in [of, *self._parts.items()]).encode())
 
     def __contains__(self, part: str) -> bool:
         return part in self._parts
@@ -96,6 +93,28 @@ class Found:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([part, result]) + "\n")
+
+
+def _parts_of(text: str, of: dict[str, Any]) -> dict[str, Any]:
+    """The parts in a file's text, which must be one of ``of``."""
+    whole, _, _ = text.rpartition("\n")  # what stands behind was cut off
+    header, *lines = [json.loads(line) for line in whole.split("\n")]
+    if not isinstance(header, dict) or header.keys() != of.keys():
+        raise ValueError("its first line is not that of a verification")
+    for name, here in of.items():
+        if header[name] != here:
+            raise ValueError(f"{name} was {header[name]!r} there, and is {here!r} now")
+    for line in lines:
+        if not isinstance(line, list) or len(line) != 2 or not isinstance(line[0], str) or not _is_result(line[1]):
+            raise ValueError(f"{line!r} is no part")
+    return dict(lines)
+
+
+def _is_result(result: Any) -> bool:
+    """Whether it is of drawn inputs, or what the laws or a tool said."""
+    if not isinstance(result, list):
+        return isinstance(result, str)
+    return [type(value) for value in result] == [int, int, str]
 
 
 def differential(
@@ -139,14 +158,18 @@ def laws(backend: str, ops: tuple[str, ...], console: Console) -> str:
     return run.stdout.strip().splitlines()[-1].partition(",")[0]
 
 
+def sanitizer_path() -> str:
+    """Where compute-sanitizer is."""
+    path = shutil.which("compute-sanitizer")
+    if path is None:
+        raise click.ClickException("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
+    return path
+
+
 def start_sanitizer(code: str, tools: Sequence[str] = TOOLS) -> dict[str, subprocess.Popen[str]]:
     """Start Python code under some of compute-sanitizer's tools, side by side; ``TOOL`` in it is the tool's name."""
     runs: dict[str, subprocess.Popen[str]] = {}
-    if not tools:
-        return runs
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        raise click.ClickException("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
+    tool = sanitizer_path() if tools else ""
     for name in tools:
         runs[name] = subprocess.Popen(
             [tool, "--tool", name, "--error-exitcode", "9", sys.executable, "-c", code.replace("TOOL", name)],
@@ -212,7 +235,7 @@ def _attention_at_full_width() -> list[str]:
 @click.option("--jobs", type=AT_LEAST_ONE, default=os.cpu_count() or 1, show_default="all cores", help="Processes.")
 @click.option("--sanitize/--no-sanitize", "sanitized", default=False, help="Also under compute-sanitizer.")
 @click.option("--write", is_flag=True, help="Record it in verified.json beside the kernels.")
-@click.option("--output", type=click.Path(path_type=Path), help="Record it in this file as well.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Record it in this file as well.")
 @click.option(
     "--resume", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
     help="Keep finished parts here, and leave out those that are there.",
@@ -248,7 +271,7 @@ def main(
             parts.add("laws", laws(backend, ops, console))
         for name, run in sanitizers.items():
             told = run.communicate()[0]
-            parts.add(name, told if run.returncode else "")
+            parts.add(name, f"it ended with status {run.returncode}\n{told}" if run.returncode else "")
     finally:
         for run in sanitizers.values():
             run.kill()

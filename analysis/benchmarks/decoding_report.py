@@ -111,7 +111,7 @@ def page(report: Report) -> str:
         "speed-up is the mechanism's, not a drafter's.",
         "",
         f"Compared with autoregressive tokens: {report.compared:,} requests. {len(report.differences):,} differ, first "
-        f"at a tie; {report.unexamined:,} more differ and have not been looked at; {len(report.faults):,} faults.",
+        f"at a tie; {report.unexamined:,} others differ and were not recomputed; {len(report.faults):,} faults.",
         "",
     ]
     for title, header, rows in _parts(report):

@@ -289,7 +289,11 @@ def _parts(decoder: DDTreeDecoder, prompt: Any, new_tokens: int) -> tuple[float,
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 def main(budget: int, threads: int, cache: str, device: str) -> None:
     """Measure models of several sizes and print a table."""
-    import torch
+    try:
+        import torch
+        import transformers  # noqa: F401 - of which the models are
+    except ImportError as error:
+        raise click.ClickException(f"{error}: pip install torch transformers") from error
     from rich.console import Console
     from rich.table import Table
 

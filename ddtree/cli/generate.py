@@ -336,9 +336,7 @@ def _spread(
         try:
             devices = tuple(visible_devices())
         except ValueError as error:
-            raise ValueError(
-                "--devices all needs a CUDA device, and none can be used here: pass --devices cpu,cpu"
-            ) from error
+            raise ValueError(f"--devices all: {error}; at the command line, --devices cpu,cpu") from error
     share = 8 if max_batch is None else 2 * max_batch  # so that finished requests are replaced
     with _bar(len(tokens) * max_new_tokens) as advance:
 

@@ -324,9 +324,9 @@ class BlockDrafter:
         committed = len(context.tokens[b]) - 1  # the root's row is not there yet
         if known.length + len(features) != committed:
             raise ValueError(
-                f"hidden_states of request {request} must have {committed - known.length} rows, those committed since "
-                f"its last draft, got {len(features)}: a drafter serves one generation at a time, so two that run "
-                "side by side need one each"
+                f"hidden_states of request {request} must be those of what was committed since its last draft, rows "
+                f"{known.length} to {committed}, got {len(features)} rows: a drafter serves one generation at a time, "
+                "so two that run side by side need one each"
             )
         features = features[max(0, len(features) - known.window) :]
         rows = rms_norm(features @ self._fc.T, self._hidden_norm, eps=self.config.rms_norm_eps)

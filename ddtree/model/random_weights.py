@@ -18,7 +18,7 @@ from ddtree.model.config import ModelConfig
 
 __all__ = ["random_weights"]
 
-LEAST_STD = 1e-30
+LEAST_STD, MOST_STD = 1e-30, 1e30
 _QUANTILES = 1 << 16
 _PIECE = 1 << 24
 """Elements that are made at a time."""
@@ -79,8 +79,8 @@ def random_weights(
     DeepseekV3(3 layers, hidden 64, vocab 512, float32, numpy)
     """
     seed, std = integer("seed", seed, 0, 2**63 - 1), real("std", std)
-    if not LEAST_STD <= std <= 1 / LEAST_STD:
-        raise ValueError(f"std must be in {LEAST_STD:g} … {1 / LEAST_STD:g}, whose multiples float32 holds, got {std}")
+    if not LEAST_STD <= std <= MOST_STD:
+        raise ValueError(f"std must be in {LEAST_STD:g} … {MOST_STD:g}, so that float32 holds the elements, got {std}")
     kind = "numpy" if backend is None else get_backend(backend).array_kind
     if kind == "torch":
         raise ValueError(

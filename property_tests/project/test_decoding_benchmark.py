@@ -118,7 +118,7 @@ def test_a_difference_at_a_tie_is_noted_and_no_fault(monkeypatch):
     (found,) = report.differences
     assert (report.faults, report.unexamined) == ([], 0)
     assert (found["where"], found["request"], found["place"]) == (f"{TINY}, float32, batch of 2", 1, 3)
-    assert "1 differ, first at a tie; 0 more differ" in page(report)
+    assert "1 differ, first at a tie; 0 others differ" in page(report)
 
 
 def test_a_step_that_fails_is_a_fault_and_the_others_go_on(monkeypatch):

@@ -113,7 +113,9 @@ def test_all_devices_where_there_is_none(run, monkeypatch):
     monkeypatch.setattr("ddtree.engine.spread.visible_devices", none)
     result = run("--model", BUNDLE, "--ids", IDS, "--devices", "all")
     assert result.exit_code == 2
-    assert "--devices all needs a CUDA device" in " ".join(result.output.replace("│", " ").split())
+    assert "--devices all: none is visible; at the command line, --devices cpu,cpu" in " ".join(
+        result.output.replace("│", " ").split()
+    )
 
 
 def test_trees_as_text(run):

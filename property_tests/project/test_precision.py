@@ -172,11 +172,12 @@ def test_the_command_on_random_weights_and_on_what_it_cannot_run(tmp_path):
     result = CliRunner().invoke(main, [str(file), "--dtype", "float32", *options])
     assert result.exit_code == 0, result.output
     assert "float32 against float32, 4 positions" in result.output
-    result = CliRunner().invoke(main, [str(file), *options])
-    assert result.exit_code == 1
-    assert "pass backend='cupy' to have it on a GPU" in result.output
+    for wrong, told in (([], "pass --backend cupy, or --dtype"), (["--dtype", "float64"], "be no narrower than")):
+        result = CliRunner().invoke(main, [str(file), *wrong, *options])
+        assert result.exit_code == 2
+        assert told in result.output
     for text in ("{", "[]", "{}"):
         file.write_text(text)
-        result = CliRunner().invoke(main, [str(file), *options])
+        result = CliRunner().invoke(main, [str(file), "--dtype", "float32", *options])
         assert result.exit_code == 1
         assert "MODEL must be a config.json where --random is given, got" in result.output
