@@ -315,15 +315,16 @@ class Growth:
         return not self.judged or self.grown <= self.allowed
 
 
-ALLOWED_MIB, ALLOWED_SHARE, JUDGED_SAMPLES = 8.0, 0.01, 40
+ALLOWED_MIB, ALLOWED_SHARE, JUDGED_SAMPLES, MOST_ALIKE = 8.0, 0.01, 40, 0.9
 
 
 def fit_growth(rounds: list[int], mib: list[float], graphs: list[int], warm_up: int = 0) -> Growth:
     """Fit a line to the samples after warm-up; it may rise by 8 MiB, or by 1 % where that is more.
 
     Engines keep a bounded number of captured rounds and passes, which takes long to be reached: what each of them takes
-    is fitted beside the line, so that only what rises without them is growth. Warm-up is ``warm_up`` samples, and a
-    quarter of all in any event.
+    is fitted beside the line, so that only what rises without them is growth. While their number still rises as evenly
+    as the rounds, the two cannot be told apart, and nothing is judged. Warm-up is ``warm_up`` samples, and a quarter of
+    all in any event.
     """
     start = max(warm_up, len(rounds) // 4)
     x, y, kept = (np.asarray(column, np.float64)[start:] for column in (rounds, mib, graphs))
@@ -331,8 +332,16 @@ def fit_growth(rounds: list[int], mib: list[float], graphs: list[int], warm_up: 
     allowed = max(ALLOWED_MIB, ALLOWED_SHARE * level)
     if len(y) < JUDGED_SAMPLES or x[0] == x[-1]:
         return Growth(level, 0.0, allowed, False)
-    columns = np.stack([(x - x[0]) / (x[-1] - x[0]), np.ones_like(x), kept - kept.mean()], axis=1)
-    grown = np.linalg.lstsq(columns, y, rcond=None)[0][0]
+    line = (x - x[0]) / (x[-1] - x[0])
+    spread = float(kept.std())
+    if spread and abs(np.corrcoef(line, kept)[0, 1]) > MOST_ALIKE:
+        return Growth(level, 0.0, allowed, False)
+    columns = [line, np.ones_like(line)]
+    if spread:
+        columns.append((kept - kept.mean()) / spread)
+    grown, _, *taken = np.linalg.lstsq(np.stack(columns, axis=1), y, rcond=None)[0]
+    if taken and taken[0] < 0:  # a graph gives no memory back
+        grown = np.polyfit(line, y, 1)[0]
     return Growth(level, float(grown), allowed, True)
 
 
@@ -766,7 +775,7 @@ def table_of(record: Record) -> Table:
         why = (
             f"of {line['level']:,.0f} MiB; {line['allowed']:.0f} MiB are allowed"
             if line["judged"]
-            else "too few runs to judge by: pass --rounds 6000 or more"
+            else "too few runs to judge by, or graphs still grew in number: pass more --rounds"
         )
         table.add_row(f"memory, {name}", grown, why)
     for tool, told in record.sanitizer.items():

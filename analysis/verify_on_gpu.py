@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from ddtree.analysis.environment import backend_states, devices, kernel_sources_hash, versions
+from ddtree.analysis.environment import backend_states, commit, devices, kernel_sources_hash, versions
 from ddtree.backends import BACKENDS, SIMULATED, get_backend
 from ddtree.kdtr import atomic_write
 
@@ -71,11 +71,16 @@ class Found:
         if path is None:
             return
         try:
-            text = path.read_text("utf-8") if path.exists() else ""
-            self._parts = _parts_of(text, of) if text else {}
-            with atomic_write(path) as file:
-                file.write("".join(json.dumps(line) + "\n" for line in [of, *self._parts.items()]).encode())
-        except (OSError, ValueError) as error:
+            text = path.read_bytes() if path.exists() else b""
+            if text:
+                whole = text[: text.rfind(b"\n") + 1]  # what stands behind was cut off
+                self._parts = _parts_of(whole.decode(), of)
+                if whole != text:
+                    os.truncate(path, len(whole))
+            else:
+                with atomic_write(path) as file:
+                    file.write((json.dumps(of) + "\n").encode())
+        except (OSError, ValueError, RecursionError) as error:
             raise click.ClickException(
                 f"--resume must be a file of this verification, or one that can be made, got {path}: {error}; "
                 "name another file, or remove this one"
@@ -87,18 +92,17 @@ class Found:
     def __getitem__(self, part: str) -> Any:
         return self._parts[part]
 
-    def add(self, part: str, result: Any) -> None:
-        """Keep the result of a part."""
+    def add(self, part: str, result: Any, *, good: bool = True) -> None:
+        """Take the result of a part; in the file it is kept if it is ``good``, so that others are tried again."""
         self._parts[part] = result
-        if self._path is not None:
+        if self._path is not None and good:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([part, result]) + "\n")
 
 
 def _parts_of(text: str, of: dict[str, Any]) -> dict[str, Any]:
     """The parts in a file's text, which must be one of ``of``."""
-    whole, _, _ = text.rpartition("\n")  # what stands behind was cut off
-    header, *lines = [json.loads(line) for line in whole.split("\n")]
+    header, *lines = [json.loads(line) for line in text.splitlines()] or [None]
     if not isinstance(header, dict) or header.keys() != of.keys():
         raise ValueError("its first line is not that of a verification")
     for name, here in of.items():
@@ -131,7 +135,8 @@ def differential(
         futures = {pool.submit(compare, backend, op, n, seed): (op, n, seed) for op, n, seed in left}
         bar = progress.add_task("drawn inputs", total=len(tasks), completed=len(tasks) - len(left))
         for future in as_completed(futures):
-            parts.add(part_of(*futures[future]), future.result()[1:])
+            result = future.result()[1:]
+            parts.add(part_of(*futures[future]), result, good=result[1] == 0)
             progress.advance(bar)
     found = {op: (0, 0, "") for op in wanted}
     for task in tasks:
@@ -260,7 +265,9 @@ def main(
         raise click.ClickException(reason or "nvidia-smi lists no GPU here")
     ops, start = get_backend(backend).ops, time.perf_counter()
     hashed, gpu = kernel_sources_hash(backend), ",".join(gpus[0].partition(": ")[2].split(",")[:2])
-    parts = Found({"backend": backend, "sources_sha256": hashed, "gpu": gpu}, resume)
+    with_what = {k: v for k, v in versions().items() if v}
+    of = {"backend": backend, "sources_sha256": hashed, "gpu": gpu, "versions": with_what, "commit": commit()}
+    parts = Found(of, resume)
     code = f"from ddtree.analysis.verify_on_gpu import exercise; exercise({backend!r}, {ops!r}, 20, 'TOOL')"
     tools = [tool for tool in TOOLS if tool not in parts] if sanitized else []
     sanitizers = start_sanitizer(code, tools)
@@ -271,7 +278,8 @@ def main(
             parts.add("laws", laws(backend, ops, console))
         for name, run in sanitizers.items():
             told = run.communicate()[0]
-            parts.add(name, f"it ended with status {run.returncode}\n{told}" if run.returncode else "")
+            fault = f"it ended with status {run.returncode}\n{told}" if run.returncode else ""
+            parts.add(name, fault, good=not fault)
     finally:
         for run in sanitizers.values():
             run.kill()
@@ -289,7 +297,7 @@ def main(
         "date": datetime.date.today().isoformat(),
         "examples": {op: n for op, (n, _, _) in found.items()},
         "laws": parts["laws"],
-        "versions": {k: v for k, v in versions().items() if v},
+        "versions": with_what,
         "sources_sha256": hashed,
     }
     console.print(f"the suite's laws: {record['laws']}", markup=False)

@@ -31,6 +31,7 @@ __all__ = [
     "device_of",
     "dtype_name",
     "export_array",
+    "free_bytes",
     "import_array",
     "stream_of",
     "to_numpy",
@@ -109,6 +110,15 @@ def array_namespace(*arrays: Any) -> Any:
     if kind == "dlpack":
         raise TypeError("a DLPack array has no namespace here: pass it through import_array first")
     return sys.modules[kind]
+
+
+def free_bytes(xp: Any) -> int:
+    """What can still be allocated where the arrays of ``xp``, numpy or cupy, lie: on CuPy's current device."""
+    if xp is np:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    pool = xp.get_default_memory_pool()
+    free, limit = int(xp.cuda.Device().mem_info[0] + pool.free_bytes()), int(pool.get_limit())
+    return min(free, limit - int(pool.used_bytes())) if limit else free
 
 
 def device_of(array: Any) -> Device:

@@ -14,7 +14,7 @@ from ddtree import reference
 from ddtree.drafters import NgramDrafter, OracleDrafter
 from ddtree.engine import Emission, Engine, NonFiniteLogitsError, ScriptedTarget
 from ddtree.engine.prompts import MOST_PASSES, MOST_ROWS, PromptPass, parts_of
-from ddtree.engine.resident import KEPT_LOOPS, LATE, RoundState
+from ddtree.engine.resident import KEPT_LOOPS, LATE, TREE_ARRAYS, ResidentRun, RoundState
 from ddtree.property_tests.compare import assert_same
 from ddtree.property_tests.targets import VOCABULARY, AttentionTarget, RandomDrafter, repeating_drafter
 from ddtree.trees import Acceptance
@@ -175,6 +175,78 @@ def test_no_round_is_started_that_could_emit_nothing():
     assert emitted <= target.passes <= emitted + LATE + 1  # the host learns of a stop late
 
 
+def test_the_host_is_as_late_as_it_may_be_and_no_later(monkeypatch):
+    """However many requests begin, and in however many parts: each round that no one needs takes a GPU's time."""
+    most = []
+    step = ResidentRun.step
+
+    def watched(self):
+        record = step(self)
+        most.append(len(self.flight))
+        return record
+
+    monkeypatch.setattr(ResidentRun, "step", watched)
+    text = np.random.default_rng(1).integers(0, 50, 3000).astype(np.int32)
+    prompts = [text[: 60 + i] for i in range(60)]
+
+    class Counting(ScriptedTarget):
+        rounds = 0
+
+        def forward(self, *arguments, last_only=False, **options):
+            self.rounds += not last_only
+            return super().forward(*arguments, last_only=last_only, **options)
+
+    host, resident = (Counting([text], vocab_size=50) for _ in range(2))
+    options = {"max_batch": 4, "prefill_chunk": 20}
+    expected = engine_on(host, resident=False, **options).generate(prompts, 400, [7], mode="autoregressive")
+    found = engine_on(resident, **options).generate(prompts, 400, [7], mode="autoregressive")
+    assert [t.tolist() for t in found.tokens] == [t.tolist() for t in expected.tokens]
+    parts = -(-len(prompts[-1]) // 20) * options["max_batch"]
+    assert max(most) <= LATE + parts + 1
+    assert resident.rounds <= host.rounds + (1 + LATE) * len(prompts)
+
+
+def test_rounds_of_one_token_show_their_roots():
+    text = np.arange(40) % 10
+    shown = [
+        engine_on(ScriptedTarget([text], vocab_size=10), resident=resident)
+        .generate([text[:20], text[:13]], 5, mode="autoregressive", keep_rounds=True)
+        .rounds
+        for resident in (False, True)
+    ]
+    assert len(shown[0]) == 4
+    for one, other in zip(*shown, strict=True):
+        for name in TREE_ARRAYS:
+            assert_same(getattr(other.tree, name), getattr(one.tree, name), name)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_who_ends_in_a_round_that_fails_is_forgotten(resident):
+    text, rounds = np.arange(60) % 10, iter(range(100))
+
+    class FailsInTheThird(ScriptedTarget):
+        def forward(self, tree, cache, *, last_only=False, **options):
+            output = super().forward(tree, cache, last_only=last_only, **options)
+            if not last_only and next(rounds) >= 2:
+                output.logits[1] = np.nan  # request 1's, while request 0 meets its stop token
+            return output
+
+    forgotten: list[int] = []
+
+    class Drafter:
+        def __call__(self, context, depth, topk):
+            shape = (len(context.request_ids), depth, 1)
+            return np.full(shape, -np.inf, np.float32), np.full(shape, -1, np.int32)
+
+        def forget(self, requests):
+            forgotten.extend(requests)
+
+    engine = engine_on(FailsInTheThird([text], vocab_size=10), Drafter(), depth=2, budget=2, resident=resident)
+    with pytest.raises(NonFiniteLogitsError, match="request 1"):
+        engine.generate([text[:20], text[:15]], 50, [3])
+    assert sorted(forgotten) == [0, 1]
+
+
 def test_a_loop_is_captured_once_for_many_runs():
     drafter = LookingBack()
     engine = engine_on(AttentionTarget(), drafter, depth=2, budget=2)
@@ -204,6 +276,12 @@ def test_parts_have_every_token_once_in_order_and_small_ones_few_shapes(lens, ch
     if len(small) == len(parts) and chunk >= 8:
         assert all(n & (n - 1) == 0 for part in parts for n in part[3:])
     assert len(parts) <= MOST_PASSES * -(-max(lens) // chunk)
+
+
+def test_one_long_prompt_does_not_pad_the_short_ones():
+    parts = parts_of([2000, *[5] * 63], 2048)
+    assert sum(part.places * part.width for part in parts) <= 2560
+    assert len(parts_of([2000] * 8, 2048)) == 1
 
 
 def test_small_prompts_share_passes_and_large_ones_go_at_once():

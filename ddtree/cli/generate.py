@@ -332,11 +332,14 @@ def _spread(
     from ddtree.engine import generate_many
     from ddtree.engine.spread import visible_devices
 
-    if devices == ("all",):
+    if any(device != "cpu" for device in devices):
         try:
-            devices = tuple(visible_devices())
+            visible = visible_devices()
         except ValueError as error:
-            raise ValueError(f"--devices all: {error}; at the command line, --devices cpu,cpu") from error
+            raise ValueError(
+                f"--devices {','.join(devices)}: {error}; at the command line, --devices cpu,cpu"
+            ) from error
+        devices = tuple(visible) if devices == ("all",) else devices
     share = 8 if max_batch is None else 2 * max_batch  # so that finished requests are replaced
     with _bar(len(tokens) * max_new_tokens) as advance:
 

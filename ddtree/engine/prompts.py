@@ -29,6 +29,10 @@ MOST_PASSES = 4
 0.5 to 1.1 of its time, by model, and eight 0.6 to 1.5."""
 
 
+MOST_PADDING = 4
+"""So many times the rows of small passes, and no more, may those of passes over all prompts be."""
+
+
 class Part(NamedTuple):
     """What one pass takes of some prompts: tokens ``start`` to ``start + most`` of each, as far as it has them.
 
@@ -50,7 +54,7 @@ class Part(NamedTuple):
 
 
 def parts_of(lens: list[int], chunk: int) -> list[Part]:
-    """Divide prompts into passes: small ones of few shapes, unless those would be too many.
+    """Divide prompts into passes: small ones of few shapes, unless those would be too many, and few of them padding.
 
     Parameters
     ----------
@@ -75,7 +79,12 @@ def parts_of(lens: list[int], chunk: int) -> list[Part]:
         Part(going, start, chunk, len(going), min(chunk, max(lens[i] for i in going) - start))
         for start, going in _going(lens, chunk)
     ]
-    return small if len(small) <= MOST_PASSES * len(whole) else whole
+    padding = _rows(whole) > MOST_PADDING * _rows(small)  # one long prompt among short ones
+    return small if padding or len(small) <= MOST_PASSES * len(whole) else whole
+
+
+def _rows(parts: list[Part]) -> int:
+    return sum(part.places * part.width for part in parts)
 
 
 def _going(lens: list[int], most: int) -> list[tuple[int, list[int]]]:

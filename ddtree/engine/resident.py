@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree.arrays import array_namespace, use_stream_of
+from ddtree.arrays import array_namespace, free_bytes, use_stream_of
 from ddtree.checks import INT32_MAX
 from ddtree.engine.cache import PagedCache, Pages, new_array
 from ddtree.engine.graphs import Readback, Readbacks, Repeated
@@ -298,7 +298,10 @@ class ResidentRun(Run):
             count, width = _grown(loop.pages, pages.count), _grown(loop.width_in_pages, pages.table.shape[1])
             if self.engine.cache_rows is not None:
                 count = max(pages.count, min(count, self.engine.cache_rows // self.engine.page_size))
+            size, xp = loop.like.nbytes // loop.pages * count, loop.xp
             loop = None  # its cache goes first
+            if xp is not np and size > free_bytes(xp) // 2:  # passes need room too
+                count = pages.count
             loop = self.new_loop(target, pages, count, width)
         self.loop = loop
         return PagedCache(target, pages, self.engine.backend, loop.like)
@@ -350,16 +353,20 @@ class ResidentRun(Run):
         return record
 
     def step(self) -> Round | None:
-        """Begin requests that there is room for, start a round if it can be of use, and read what has to be read."""
+        """Begin requests that there is room for and start a round if it can be of use, or read what was started."""
+        if len(self.flight) > LATE:
+            with self.timed("rounds"):
+                return self.read()
         admitted = self.admit()
         if admitted:
             with self.timed("prefill"), self.launching():
                 self.begin(admitted)
         with self.timed("rounds"):
             started = self.is_of_use() and (self.drafts_here() or not self.flight)
-            if started:
-                self.start_round()
-            return self.read() if not started or len(self.flight) > LATE else None
+            if not started:
+                return self.read()
+            self.start_round()
+            return None
 
     def begin(self, requests: list[int]) -> None:
         """Run prompts, and put their requests and the token after each into free slots."""
@@ -456,14 +463,17 @@ class ResidentRun(Run):
             self.kept.update(zip(requests.tolist(), counts.tolist(), strict=True))
         shown = record[:, 2:].copy()  # without what was wrong with drafts
         shown[:, 0] = counts
+        roots = self.committed.roots(requests)  # before what follows them is appended
         for request in self.commit(requests.tolist(), shown.reshape(-1).data):
-            self.ended.append(request)
             self.free(request)
         if record[:, 1].any():
             self.check_faults(requests, record)
         if not self.shows_rounds:
             return None
-        return _shown_round(tuple(requests.tolist()), [array[places] for array in arrays[1:]], self.loop.outputs[0])
+        kept = _shown_round(tuple(requests.tolist()), [array[places] for array in arrays[1:]], self.loop.outputs[0])
+        if self.plan.budget == 0:  # a tree of the root alone is the state itself, which the round has changed since
+            kept.tree.token_ids[:, 0], kept.tree.node_counts[:] = roots, 1
+        return kept
 
     def check_faults(self, requests: NDArray[np.int64], record: NDArray[np.int32]) -> None:
         """Raise what was wrong with a request's draft, of which nothing was drafted: its tokens are right."""

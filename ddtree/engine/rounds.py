@@ -142,7 +142,6 @@ class HostRun(Run):
         requests = list(self.active)
         self.emissions = []
         ended = self.commit(requests, emitted_tokens(tree, kept).reshape(-1).data)
-        self.ended += ended
         for b, request in enumerate(requests):
             if request in ended:
                 del self.hidden_states[request]

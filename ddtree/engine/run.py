@@ -222,7 +222,7 @@ class Run(ABC):
         Returns
         -------
         list of int
-            Those that have ended, which are out of the batch then.
+            Those that have ended, which are out of the batch then, and, if it was a round, among ``ended``.
 
         Raises
         ------
@@ -247,6 +247,8 @@ class Run(ABC):
                     reason = self.committed.finish_reasons[request] if over else None
                     self.emissions.append(Emission(request, np.array(tokens), reason))
             at += width
+        if of_round:  # who ends in a prefill never drafted
+            self.ended += ended
         if fault is not None:
             raise self._at_fault(*fault)
         return ended

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable
+from dataclasses import fields
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,11 +98,8 @@ class DeviceRun(HostRun):
         emitted = batch.emitted()
         if self.hidden_layers:
             self.hidden_states.update(zip(requests, batch.shown(hidden, self.hidden_layers), strict=True))
-        ended = self.commit(requests, emitted)
-        if ended:
-            self.ended += ended
-            for request in ended:
-                del self.hidden_states[request]
+        for request in self.commit(requests, emitted):
+            del self.hidden_states[request]
         seconds["accept_tree"] += perf_counter() - passed
         return record
 
@@ -146,6 +144,9 @@ class _Context(DraftContext):
         context.hidden_states = [run.hidden_states[r] for r in requests]
         context.began, context.ended = run.began, run.ended
         return context
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DraftContext, tuple(getattr(self, field.name) for field in fields(DraftContext))
 
     @functools.cached_property
     def tokens(self) -> list[Any]:  # type: ignore[override]
@@ -391,6 +392,9 @@ class _Batch:
                 self._moves, self._table = self.cache.moves, self.cache.table()
             self._accept = _Replay(self._accept_paths, self.run)
         if self._logits is None:
+            wanted = (*self.shape, self.run.engine.vocab_size)
+            if tuple(logits.shape) != wanted:
+                raise ValueError(f"model must return logits of shape {wanted}, got {tuple(logits.shape)}")
             size = logits.numel() * logits.element_size()
             self._logits, self._word = logits.new_empty(logits.shape), word_of(size)
             self._logits_words = size // self._word

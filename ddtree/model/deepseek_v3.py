@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ddtree.arrays import array_kind, array_namespace, dtype_name, import_array, to_numpy
+from ddtree.arrays import array_kind, array_namespace, dtype_name, free_bytes, import_array, to_numpy
 from ddtree.backends import get_backend, serving
 from ddtree.model.config import ModelConfig
 from ddtree.model.layers import RowsOfPass, rms_norm
@@ -500,18 +499,9 @@ def _native(tensor: Any) -> Any:
 def _out_of_memory(xp: Any, name: str, needed: int) -> MemoryError:
     where = "the host" if xp is np else f"GPU {xp.cuda.Device().id}"
     return MemoryError(
-        f"{name} needs {needed:,} bytes on {where}, and {_free_bytes(xp):,} are free: load the model in a narrower "
+        f"{name} needs {needed:,} bytes on {where}, and {free_bytes(xp):,} are free: load the model in a narrower "
         "dtype, or free memory there"
     )
-
-
-def _free_bytes(xp: Any) -> int:
-    """What can still be allocated where the arrays of ``xp`` lie."""
-    if xp is np:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    pool = xp.get_default_memory_pool()
-    free, limit = int(xp.cuda.Device().mem_info[0] + pool.free_bytes()), int(pool.get_limit())
-    return min(free, limit - int(pool.used_bytes())) if limit else free
 
 
 def _pack_layer(read: _Reader, i: int) -> _Layer:

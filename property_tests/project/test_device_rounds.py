@@ -3,6 +3,7 @@
 What only a GPU can show, kernels and streams, is in :mod:`.test_gpu_torch`.
 """
 
+import copy
 import functools
 import gc
 import pickle
@@ -16,6 +17,7 @@ from ddtree import Acceptance, DDTreeDecoder, DraftTree, OracleDrafter
 from ddtree.drafters import NoiseLaw
 from ddtree.property_tests.compare import assert_same
 from ddtree.property_tests.targets import DRAFTERS, VOCABULARY, RandomDrafter
+from ddtree.protocols import DraftContext
 
 pytest.importorskip("torch", reason="optional library torch is not installed")
 pytest.importorskip("transformers", reason="optional library transformers is not installed")
@@ -249,3 +251,32 @@ def test_gradients_are_off_in_the_model_alone(gpu, monkeypatch, enabled):
             decoder.generate(PROMPTS, NEW)
         assert torch.is_grad_enabled() == enabled
     assert (set(inside), set(outside)) == ({False}, {enabled})
+
+
+def test_a_context_can_be_copied_and_pickled(gpu):
+    seen = []
+
+    def drafter(context, depth, topk):
+        seen.append((context, copy.deepcopy(context), pickle.loads(pickle.dumps(context))))
+        shape = (len(context.request_ids), depth, 1)
+        return np.full(shape, -np.inf, np.float32), np.full(shape, -1, np.int32)
+
+    DDTreeDecoder(model_of("llama"), drafter, depth=2, budget=2).generate(PROMPTS, 3)
+    for context, *copies in seen:
+        for other in copies:
+            assert type(other) is DraftContext
+            assert other.request_ids == context.request_ids
+            assert [t.tolist() for t in other.tokens] == [t.tolist() for t in context.tokens]
+
+
+def test_logits_of_another_shape_are_refused(gpu, monkeypatch):
+    decoder = DDTreeDecoder(model_of("llama"), RandomDrafter(7), depth=2, budget=2)
+    run = type(decoder.target).run
+
+    def short(self, *arguments):
+        logits, hidden = run(self, *arguments)
+        return logits[..., :-1], hidden
+
+    monkeypatch.setattr(type(decoder.target), "run", short)
+    with pytest.raises(ValueError, match=r"must return logits of shape \(3, \d+, \d+\), got"):
+        decoder.generate(PROMPTS, 3)

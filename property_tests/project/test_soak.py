@@ -145,12 +145,25 @@ def test_growth_is_a_line_after_warm_up():
 
 def test_what_captured_graphs_take_is_no_growth():
     rounds = list(range(0, 20_000, 100))
-    graphs = [round(300 * (1 - math.exp(-r / 6_000))) for r in rounds]  # slowly as many as ever
+    graphs = [round(300 * (1 - math.exp(-r / 3_000))) for r in rounds]  # slowly as many as ever
     kept = [400 + 0.7 * n for n in graphs]
     assert fit_growth(rounds, kept, graphs).grown == pytest.approx(0, abs=1e-6)
     leaking = [mib + 20 * r / 20_000 for mib, r in zip(kept, rounds, strict=True)]
     assert fit_growth(rounds, leaking, graphs).grown == pytest.approx(15, rel=0.02)
     assert not fit_growth(rounds, leaking, graphs).held
+    noise = np.random.default_rng(0).normal(0, 2, (200, len(rounds)))
+    judged = [fit_growth(rounds, (np.array(kept) + one).tolist(), graphs) for one in noise]
+    assert sum(line.held for line in judged) > 190
+    judged = [fit_growth(rounds, (np.array(leaking) + one).tolist(), graphs) for one in noise]
+    assert sum(not line.held for line in judged) > 190
+
+
+def test_graphs_that_rise_with_the_rounds_leave_nothing_to_judge():
+    rounds = list(range(0, 20_000, 100))
+    for memory in ([1000.0] * 200, [400.0 + r / 100 for r in rounds]):
+        assert not fit_growth(rounds, memory, [r // 100 for r in rounds]).judged
+    falling = [300 - round(60 * math.exp(-r / 3_000)) for r in rounds]
+    assert fit_growth(rounds, [500.0 - n for n in falling], falling).grown < 0  # which no graph can be thanked for
 
 
 def test_growing_memory_is_a_fault(monkeypatch):

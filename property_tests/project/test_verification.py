@@ -19,7 +19,7 @@ def test_finished_parts_are_not_done_again(tmp_path, monkeypatch):
     wanted = {"tree_positions": 20, "visibility_words": 20}
     first = differential("numba_cpu", {"tree_positions": 20}, 1, console, Found(OF, path))
     assert first == {"tree_positions": (20, 0, "")}
-    Found(OF, path).add(part_of("visibility_words", 20, 0), [20, 2, "the first"])
+    Found(OF, path).add(part_of("visibility_words", 20, 0), [20, 0, ""])
 
     def again(*task):
         raise AssertionError("a finished part was done again")
@@ -27,7 +27,7 @@ def test_finished_parts_are_not_done_again(tmp_path, monkeypatch):
     monkeypatch.setattr(verify_on_gpu, "compare", again)
     assert differential("numba_cpu", wanted, 1, console, Found(OF, path)) == {
         "tree_positions": (20, 0, ""),
-        "visibility_words": (20, 2, "the first"),
+        "visibility_words": (20, 0, ""),
     }
 
 
@@ -50,7 +50,7 @@ HEADER = json.dumps(OF) + "\n"
 @pytest.mark.parametrize(
     "text",
     [
-        *("[1, 2]\n", "nothing\n", "nothing", "{}\n", '{"important": 1}', '"x"\n', "\xff\n"),
+        *("[" * 100_000 + "\n", "[1, 2]\n", "nothing\n", "nothing", "{}\n", '{"important": 1}', '"x"\n', "\xff\n"),
         *(
             HEADER + part + "\n"
             for part in ('"ab"', '{"a": 1, "b": 2}', '["a", 1]', '["a", [1, 2]]', '["a", [1, 2, 3]]')
@@ -63,6 +63,25 @@ def test_what_is_no_verification_is_refused_and_stays_what_it_was(tmp_path, text
     with pytest.raises(click.ClickException, match=r"--resume must be a file of this verification.*parts: .*; name"):
         Found(OF, path)
     assert path.read_text(encoding="latin-1") == text
+
+
+def test_what_was_not_good_is_tried_again(tmp_path):
+    path = tmp_path / "parts"
+    found = Found(OF, path)
+    found.add("memcheck", "out of memory", good=False)
+    found.add("laws", "446 passed")
+    assert found["memcheck"] == "out of memory"
+    assert "memcheck" not in Found(OF, path)
+    assert "laws" in Found(OF, path)
+
+
+def test_what_another_run_adds_meanwhile_stays(tmp_path):
+    one = Found(OF, tmp_path / "parts")
+    one.add("laws", "446 passed")
+    other = Found(OF, tmp_path / "parts")
+    one.add("memcheck", "")
+    other.add("racecheck", "")
+    assert all(part in Found(OF, tmp_path / "parts") for part in ("laws", "memcheck", "racecheck"))
 
 
 def test_where_no_file_can_be_made_it_is_told(tmp_path):
