@@ -303,6 +303,8 @@ class Drafter(Protocol):
 
     A drafter that keeps something of each request may have a method ``forget(request_ids)``. When a run is over, or is
     left early, it is called with the requests that no context has reported as ended, known to the drafter or not.
+    Requests are known by their index among a generation's prompts, so that such a drafter serves one generation at a
+    time on the host: generations that run side by side need one each.
     """
 
     def __call__(self, context: DraftContext, depth: int, topk: int) -> tuple[Any, Any]: ...

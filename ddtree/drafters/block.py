@@ -160,6 +160,9 @@ class BlockDrafter:
     row, through the target's output layer, is the draft of its depth (depths are independent of one another given the
     context, which is why their product is what a draft tree is built from).
 
+    It keeps the context of each request, and so serves one generation at a time in rounds of the host's; resident runs
+    keep it by themselves.
+
     Parameters
     ----------
     config : BlockConfig
