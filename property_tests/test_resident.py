@@ -17,7 +17,7 @@ from ddtree.engine.prompts import MOST_PASSES, MOST_ROWS, PromptPass, parts_of
 from ddtree.engine.resident import KEPT_LOOPS, LATE, TREE_ARRAYS, ResidentRun, RoundState
 from ddtree.property_tests.compare import assert_same
 from ddtree.property_tests.targets import VOCABULARY, AttentionTarget, RandomDrafter, repeating_drafter
-from ddtree.trees import Acceptance
+from ddtree.trees import Acceptance, tree_from_parents
 
 TOKENS = st.integers(0, VOCABULARY - 1)
 PROMPTS = st.lists(st.lists(TOKENS, min_size=1, max_size=6), min_size=1, max_size=6)
@@ -677,14 +677,16 @@ def test_guard_draft_keeps_what_is_a_draft_and_finds_the_first_fault(data):
     log_probs = -np.sort(rng.integers(0, 5, (B, L, K)) / 4, axis=-1).astype(np.float32)
     ids = rng.permuted(np.tile(np.arange(V), (B, L, 1)), axis=-1)[..., :K].astype(np.int32)
     log_probs[rng.random(log_probs.shape) < 0.1] = -np.inf
-    remaining = np.array([rng.integers(0, 2), 3], np.int32)
-    faulty = data.draw(st.sampled_from([None, np.nan, 0.5, "id", "twice"]))
+    remaining = rng.integers(0, 3, B).astype(np.int32)
+    faulty = data.draw(st.sampled_from([None, np.nan, 0.5, "rises", "id", "below", "twice"]))
     if faulty is not None and L:
-        b, d, k = 1, rng.integers(L), rng.integers(K)
+        b, d, k = (int(rng.integers(n)) for n in (B, L, K))
         if isinstance(faulty, float):
             log_probs[b, d, k] = faulty
+        elif faulty == "rises":
+            log_probs[b, d, k] = min(0.0, log_probs[b, d, max(k - 1, 0)] + 0.125)
         else:
-            ids[b, d, k] = {"id": V, "twice": ids[b, d, 0]}[faulty]
+            ids[b, d, k] = {"id": V, "below": -1, "twice": ids[b, d, 0]}[faulty]
     guarded, faults = reference.guard_draft(log_probs, ids, remaining, vocab_size=V)
     for b in range(B):
         code, _, d, k = reference.find_draft_fault(log_probs[b : b + 1], ids[b : b + 1], V)
@@ -700,6 +702,27 @@ def test_guard_draft_keeps_what_is_a_draft_and_finds_the_first_fault(data):
         else:
             assert faults[b].tolist() == [expected[1], expected[0]]
             assert (guarded[b] == -np.inf).all()
+
+
+def test_guard_draft_by_hand():
+    """Of seven requests: one that is right, one past its end, one of each fault, and one with two at once."""
+    inf = np.inf
+    rows = [[-1, -1, -inf], [1, -1, -2], [-1, -0.5, -2], [-1, -2, -1.5], [-1, -2, -3], [-1, -2, -3], [1, -1, -2]]
+    log_probs = np.array(rows, np.float32)[:, None]
+    ids = np.array([[0, 1, 9], [0, 1, 2], [0, 1, 2], [0, 1, 2], [-1, 1, 2], [0, 1, 1], [3, 1, 2]], np.int32)[:, None]
+    guarded, faults = reference.guard_draft(log_probs, ids, np.array([1, 0, *[1] * 5], np.int32), vocab_size=3)
+    assert faults.tolist() == [[0, 0], [0, 0], [2, 1], [2, 2], [3, 0], [4, 2], [1, 0]]
+    assert_same(guarded[0], log_probs[0])
+    assert (guarded[1:] == -inf).all()
+
+
+def test_emitted_tokens_by_hand():
+    """A path of two and its bonus, a bonus alone, and a free place."""
+    tree = tree_from_parents([[5, 6, 7], [8, 9, 9], [1, 1, 1]], [[-1, 0, 1], [-1, 0, 0], [-1, 0, 0]])
+    paths = np.array([[0, 1, 2, -1], [0, -1, -1, -1], [-1] * 4], np.int32)
+    lengths, bonus = np.array([3, 1, 0], np.int32), np.array([4, 2, -1], np.int32)
+    emitted = reference.emitted_tokens(tree, Acceptance(paths, lengths, bonus, np.zeros(3, bool)))
+    assert_same(emitted, np.array([[3, 6, 7, 4, -1], [1, 2, -1, -1, -1], [0, -1, -1, -1, -1]], np.int32))
 
 
 def test_commit_round_by_hand():

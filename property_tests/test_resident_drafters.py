@@ -85,6 +85,45 @@ def test_ngram_shares_by_hand():
     assert log_probs[0, 0].tolist() == pytest.approx([math.log(1 / 2), math.log(1 / 4), -math.inf])
 
 
+def test_an_ngram_share_that_is_too_small_for_a_number_is_not_drafted():
+    """Of 1 … 1 2 … 1 3 … 1: what followed the longer suffix takes all but 2⁻⁸³ of the votes."""
+    tokens = np.array([[4, 1, 2, 0, 1, 3, 4, 1]], np.int32)
+    votes = np.arange(10, dtype=np.int64) << 52
+    options = {"depth": 1, "topk": 4, "max_ngram": 2, "min_ngram": 1}
+    # the least share that is a number: half of three of them, rounded down
+    for escape, drafted in ((2.0**-83, [2, -1, -1, -1]), (1.5 * 2.0**-61, [2, 3, -1, -1])):
+        log_probs, ids = reference.ngram_draft(tokens, np.array([8], np.int32), votes, **options, escape=escape)
+        assert ids.tolist() == [[drafted]]
+        assert ((log_probs[0, 0] > -np.inf) == (ids[0, 0] >= 0)).all()
+
+
+def test_the_oracle_s_last_entry_holds_beyond_its_table():
+    table = np.arange(6, dtype=np.int32).reshape(1, 3, 2, 1)
+    for new, entry in ((0, [0, 1]), (1, [0, 1]), (3, [4, 5]), (9, [4, 5])):
+        lengths = np.array([4 + new], np.int32)
+        log_probs, ids = reference.oracle_draft(table, np.array([-0.5], np.float32), lengths, np.array([4], np.int32))
+        assert ids[0, :, 0].tolist() == entry
+        assert (log_probs == -0.5).all()
+
+
+def test_attention_of_blocks_by_hand():
+    """Scores that exp cannot hold, of heads as wide as no block is long: the likeliest row has all the weight."""
+    E, T = 4, 3
+    projected = np.zeros((T, 3, 1, E), np.float32)
+    projected[:, 0] = 1.0
+    projected[:, 1, 0] = np.array([[-1, -1, -1, -1], [1, 1, 1, 1], [1, 0.2, 0.2, 0.2]], np.float32)
+    projected[:, 2, 0] = np.arange(T * E).reshape(T, E)
+    empty = np.zeros((1, 1, E, 2), np.float32), np.zeros((1, 1, 2, E), np.float32)
+    norms, still = np.full(E, 30, np.float32), np.zeros(E // 2)
+    result = reference.block_attention(
+        projected.reshape(T, -1), *empty, np.array([1], np.int32), norms, norms, still, eps=1e-6
+    )
+    directions = projected[:, 1, 0] / np.sqrt((projected[:, 1, 0] ** 2).mean(-1, keepdims=True) + 1e-6)
+    assert (directions.sum(-1) * 900 * E**-0.5 > 88).any()  # whose exp float32 does not hold
+    best = int(np.argmax(directions.sum(-1)))
+    assert_same(result, np.tile(projected[best, 2, 0], (T, 1)))
+
+
 def test_only_the_most_recent_thousand_places_vote():
     tokens = np.array([1, *[0] * 1500], np.int32)
     tokens[1] = 2  # what followed the first 0 … of all, 1,024 places and more ago

@@ -19,7 +19,7 @@ def oracle_draft(
     """
     B, P, L, K = table.shape
     log_probs = np.full((B, L, K), -np.inf, np.float32)
-    token_ids = np.full((B, L, K), -1, np.int32)
+    token_ids = np.empty((B, L, K), np.int32)
     for b in range(B):
         new = int(lengths[b]) - int(prompt_lens[b])
         token_ids[b] = table[b, min(max(new - 1, 0), P - 1)]

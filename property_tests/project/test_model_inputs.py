@@ -60,6 +60,13 @@ def test_inputs_are_tokens_and_positions_and_an_unused_slot_is_the_root():
     assert_same(position_ids, np.array([[9, 10, 10], [2, 2, 2]]))
 
 
+def test_the_least_token_and_position_are_0():
+    tree = tree_from_parents([[0, 4]], [[-1, 0]])
+    tree.token_ids[0, 1] = -1
+    input_ids, position_ids = reference.tree_inputs(tree, np.zeros(1, np.int32), vocab_size=5, max_position=9)
+    assert (input_ids.tolist(), position_ids.tolist()) == ([[0, 0]], [[0, 1]])
+
+
 def cached_layers(rng, requests, tree_row, slots, first, dtype):
     """Keys and values of two layers, of other widths, some with room behind the rows or between heads."""
     shapes = [(requests, 2, tree_row + slots - first, 3), (requests, 1, tree_row + slots + 4 - first, 8)]

@@ -43,6 +43,14 @@ SPAWNING = ("importing", "nowhere", "forked")
 """In names of tests that start a process, which would not hold the mutant."""
 
 
+LAWS_OF_ROUNDS = {
+    **dict.fromkeys(("guard_draft", "commit_round", "emitted_tokens"), "test_resident"),
+    **dict.fromkeys(("ngram_draft", "oracle_draft", "append_context", "block_attention"), "test_resident_drafters"),
+    **dict.fromkeys(("tree_inputs", "tree_mask", "compact_layers"), "test_model_inputs"),
+}
+"""Functions that rounds and drafters alone call, and the file of the laws that they must keep."""
+
+
 def statements_to_run(before: str, after: str) -> list[ast.stmt]:
     """Statements of a module that a change touches: those that differ, and those that name what these define."""
     old, new = ast.parse(before).body, ast.parse(after).body
@@ -95,6 +103,8 @@ def is_about(item: pytest.Item, op: str, backend: str, *, by_hand: bool) -> bool
     from ddtree.property_tests._backends import Operation
     from ddtree.protocols import OPS
 
+    if op in LAWS_OF_ROUNDS:
+        return item.path.stem == LAWS_OF_ROUNDS[op]
     if item.path.parent.name == "project":
         own = not by_hand and (op not in OPS or backend != "reference")
         return own and op in functions_named_by(item) and not any(word in item.name for word in SPAWNING)

@@ -39,7 +39,10 @@ SUITE = [
     *("test_topk_log_probs.py", "test_tree_positions.py", "test_verify_attention.py", "test_visibility.py"),
     "test_field_cases.py",
 ]
-BEYOND_OPERATIONS = ["test_layers.py", "test_model.py", "project/test_checks.py", "project/test_numba_cpu.py"]
+BEYOND_OPERATIONS = [
+    *("test_layers.py", "test_model.py", "project/test_checks.py", "project/test_numba_cpu.py"),
+    *("test_resident.py", "test_resident_drafters.py", "project/test_model_inputs.py"),
+]
 """For mutants made by machine: of the model's layers, of functions that look for faults, and of numba_cpu alone."""
 
 VERDICTS = ("caught", "timed out", "equivalent", "survived")
