@@ -37,7 +37,7 @@ from ddtree.engine.committed import Committed
 from ddtree.engine.graphs import captured
 from ddtree.engine.rounds import HostRun
 from ddtree.interop.huggingface_cache import ModelCache
-from ddtree.interop.mirror import SLOT, Mirror, Where, looked_at, mirror_size
+from ddtree.interop.mirror import Mirror, Where, looked_at, mirror_size
 from ddtree.kernels.cupy.copy_rows import word_of
 from ddtree.protocols import DraftContext
 from ddtree.trees import Acceptance, DraftTree
@@ -258,7 +258,8 @@ class _Batch:
         self.geometry, self._slots = numbers[: 3 * kinds].reshape(kinds, 3), numbers[3 * kinds :].reshape(2, 2)
         gap = self._state.where(numbers)[2] - state.nbytes
         self._packed = struct.Struct(f"={4 * B}i{gap}x{3 * kinds + 4}q")
-        self._logits_slot, self._logits_place = self._state.unsent(logits_slot), self._state.where(logits_slot)[2]
+        self._logits_slot = self._state.unsent(logits_slot)
+        self._logits_at = self._state.on_host(logits_slot).data  # their address and number of words, one by one
 
         self._staged = Mirror(mirror_size(*(((B, depth, topk), np.int32),) * 2))
         with self._staged.arrays():  # on the GPU, what a draft's rows are copied to; on the host, where it is taken to
@@ -397,12 +398,12 @@ class _Batch:
                 raise ValueError(f"model must return logits of shape {wanted}, got {tuple(logits.shape)}")
             size = logits.numel() * logits.element_size()
             self._logits, self._word = logits.new_empty(logits.shape), word_of(size)
-            self._logits_words = size // self._word
+            self._logits_at[1] = size // self._word
         address = logits.data_ptr()
         if address % self._word or not logits.is_contiguous():
             logits = logits.flatten().clone()
             address = logits.data_ptr()
-        SLOT.pack_into(self._state.host, self._logits_place, address, self._logits_words)
+        self._logits_at[0] = address
         self._accept(self.stream)
         self._given, accepted = logits, self.accepted
         self._record = FetchedRound(

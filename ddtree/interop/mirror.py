@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ddtree.kernels.cupy.copy_rows import copy_rows
 
-__all__ = ["SLOT", "Mirror", "Where", "looked_at", "mirror_size"]
+__all__ = ["Mirror", "Where", "looked_at", "mirror_size"]
 
 Where: TypeAlias = "tuple[tuple[int, ...], np.dtype[Any], int]"
 """An array's shape, type and first byte."""
