@@ -60,14 +60,17 @@ class Repeated:
 
     def __init__(self, xp: Any) -> None:
         self.xp = xp
-        self.replay: Callable[[], None] | None = None
+        self.replay: Callable[..., None] | None = None
         self._has_run = False
 
-    def repeat(self, work: Callable[[], None]) -> None:
-        """Do ``work``, which is the same each time."""
+    def repeat(self, work: Callable[[], None], stream: Any = None) -> None:
+        """Do ``work``, which is the same each time, on CuPy's current stream: ``stream`` is that one if it is given."""
         if self.replay is None and self._has_run:
             self.replay = captured(self.xp, work)
-        (self.replay or work)()
+        if self.replay is None:
+            work()
+        else:
+            self.replay(stream)
         self._has_run = True
 
 

@@ -463,7 +463,7 @@ class ResidentRun(Run):
             self.kept.update(zip(requests.tolist(), counts.tolist(), strict=True))
         shown = record[:, 2:].copy()  # without what was wrong with drafts
         shown[:, 0] = counts
-        roots = self.committed.roots(requests)  # before what follows them is appended
+        roots = self.committed.roots(requests) if self.shows_rounds else None  # before what follows them is appended
         for request in self.commit(requests.tolist(), shown.reshape(-1).data):
             self.free(request)
         if record[:, 1].any():

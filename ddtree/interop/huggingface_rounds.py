@@ -34,7 +34,7 @@ from ddtree.backends import serving
 from ddtree.checks import INT32_MAX
 from ddtree.engine import Round
 from ddtree.engine.committed import Committed
-from ddtree.engine.graphs import captured
+from ddtree.engine.graphs import Repeated
 from ddtree.engine.rounds import HostRun
 from ddtree.interop.huggingface_cache import ModelCache
 from ddtree.interop.mirror import Mirror, Where, looked_at, mirror_size
@@ -282,8 +282,7 @@ class _Batch:
         self._moves = -1
         self.built: _Built
         self.accepted: _Accepted
-        self._build = _Replay(self._build_trees, run)
-        self._accept = _Replay(self._accept_paths, run)
+        self._build, self._accept = Repeated(xp), Repeated(xp)
 
     def close(self) -> None:
         """Let go of graphs and of the run, so that memory does not wait for the garbage collector."""
@@ -298,6 +297,14 @@ class _Batch:
         if self._record is not None:
             self._record.keep()
             self._record = None
+
+    def _repeat(self, half: Repeated, work: Callable[[], None]) -> None:
+        """Have half of a round done on its stream."""
+        if half.replay is not None:
+            return half.replay(self.stream)
+        with self.run.on_its_stream():
+            half.repeat(work, self.stream)
+        return None
 
     # Drafts
 
@@ -343,11 +350,11 @@ class _Batch:
 
     def build(self, roots: list[int], prefix_lens: list[int], remaining: list[int], tree_row: int) -> dict[str, Any]:
         """Build the trees, and return what the model is given."""
-        self.stream = stream = torchs_stream(self.device)
+        self.stream = torchs_stream(self.device)
         geometry = self.cache.geometry(self.shape[1], tree_row)
         rows = [tree_row] * len(roots)
         self._packed.pack_into(self._state.host, 0, *roots, *prefix_lens, *remaining, *rows, *geometry, *self._at)
-        self._build(stream)
+        self._repeat(self._build, self._build_trees)
         self._end_round()
         columns = geometry[2::3]
         if self._columns != columns:
@@ -391,7 +398,7 @@ class _Batch:
         if self._moves != self.cache.moves:  # the layers are elsewhere: a graph of them is no longer one
             with self.run.on_its_stream():
                 self._moves, self._table = self.cache.moves, self.cache.table()
-            self._accept = _Replay(self._accept_paths, self.run)
+            self._accept = Repeated(self.run.xp)
         if self._logits is None:
             wanted = (*self.shape, self.run.engine.vocab_size)
             if tuple(logits.shape) != wanted:
@@ -404,7 +411,7 @@ class _Batch:
             logits = logits.flatten().clone()
             address = logits.data_ptr()
         self._logits_at[0] = address
-        self._accept(self.stream)
+        self._repeat(self._accept, self._accept_paths)
         self._given, accepted = logits, self.accepted
         self._record = FetchedRound(
             self.request_ids, accepted.fetched, accepted.layout, self.built.tree.max_depth, width
@@ -480,23 +487,3 @@ def _results_size(B: int, N: int, depth: int, topk: int) -> int:
     draft: tuple[tuple[int, ...], Any] = (B, depth, topk), np.float32
     work = paths_size(N - 1, depth, min(topk, N - 1), 4)
     return mirror_size(*slots, *requests, draft, ((B, N, -(-N // 32)), np.uint32), ((B, work), np.uint8))
-
-
-class _Replay:
-    """Work of a run at fixed addresses: done, then captured, then replayed."""
-
-    def __init__(self, work: Callable[[], None], run: DeviceRun) -> None:
-        self._work, self._run = work, run
-        self._ran = False
-        self._replay: Callable[[Any], None] | None = None
-
-    def __call__(self, stream: Any) -> None:
-        """Have the work done on that stream, CuPy's view of the one that the model works on."""
-        if self._replay is None:
-            with self._run.on_its_stream():
-                if not self._ran:  # a first run loads the kernels
-                    self._ran = True
-                    return self._work()
-                self._replay = captured(self._run.xp, self._work)
-        self._replay(stream)
-        return None
