@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import click
@@ -147,9 +148,10 @@ class OnTheGpu(NamedTuple):
     tau : float
         Tokens a round of these trees.
     inside : float
-        Microseconds of a round in the model's forward, median, with the GPU waited for before and after it.
+        Microseconds of a round in the model's forward, median, by the GPU's clock.
     outside : float
-        Microseconds of a round outside of it, drafting included: an upper bound.
+        Microseconds of a round outside of it, drafting included, likewise: from the end of the forward's last kernel
+        until the next forward has been called and what it reads is there.
     drafting : float
         Of those, microseconds of the drafter.
     """
@@ -244,21 +246,29 @@ def measure_on_gpu(
 
 
 def _parts(decoder: DDTreeDecoder, prompt: Any, new_tokens: int) -> tuple[float, float, float]:
-    """Microseconds of a round inside the forward, outside, and in the drafter: medians, but of the first rounds."""
+    """Microseconds of a round inside the forward, outside, and in the drafter: medians, but of the first rounds.
+
+    By the GPU's clock, on the model's stream: outside is what passes from the end of a forward's last kernel until the
+    next forward has been called and all it reads is there. The drafter's, which is within that, is the host's time.
+    """
     import torch
 
     model, draft = decoder.target.model, decoder.drafter
-    inside: list[float] = []
+    unused = [torch.cuda.Event(enable_timing=True) for _ in range(4 * new_tokens + 4)]
+    for event in unused:
+        event.record()  # which makes it
+    events: list[Any] = []
     drafting: list[float] = []
-    ends: list[float] = []
     forward = model.forward
 
-    def waited(*args: Any, **kwargs: Any) -> Any:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+    def mark() -> None:
+        events.append(unused.pop())
+        events[-1].record()
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        mark()
         result = forward(*args, **kwargs)
-        torch.cuda.synchronize()
-        inside.append(time.perf_counter() - start)
+        mark()
         return result
 
     def drafted(context: Any, depth: int, topk: int) -> Any:
@@ -267,17 +277,21 @@ def _parts(decoder: DDTreeDecoder, prompt: Any, new_tokens: int) -> tuple[float,
         drafting.append(time.perf_counter() - start)
         return result
 
-    model.forward, decoder.drafter = waited, drafted
+    model.forward, decoder.drafter = marked, drafted
     try:
         for _ in range(2):
-            for times in (inside, drafting, ends):
-                times.clear()
-            decoder.generate([prompt], new_tokens, on_round=lambda record: ends.append(time.perf_counter()))
+            events.clear()
+            drafting.clear()
+            decoder.generate([prompt], new_tokens)
     finally:
         model.forward, decoder.drafter = forward, draft
-    rounds = 1e6 * np.diff(ends)[2:]
-    within, drafts = (1e6 * np.array(times)[-len(rounds) :] for times in (inside, drafting))
-    return float(np.median(within)), float(np.median(rounds - within)), float(np.median(drafts))
+    torch.cuda.synchronize()
+    between = [1e3 * first.elapsed_time(second) for first, second in pairwise(events)]
+    # the first forward is the prompt's, and the next rounds are captured
+    within, outside, drafts = (
+        float(np.median(times[3:])) for times in (between[::2], between[1::2], 1e6 * np.array(drafting))
+    )
+    return within, outside, drafts
 
 
 @click.command()

@@ -75,7 +75,7 @@ class Repeated:
 
 
 ALIGNMENT = 256
-"""Bytes that an array among :class:`Inputs` begins at a multiple of."""
+"""Bytes that each of the arrays that are copied together begins at a multiple of."""
 
 
 class _Room(NamedTuple):

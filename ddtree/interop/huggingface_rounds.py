@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceRun", "FetchedRound"]
 
+MASK_VIEWS = 64
+"""Of a mask, that are made at once: each is of another number of columns."""
+
 
 class DeviceRun(HostRun):
     """A generation whose rounds have a fixed envelope: N = 1 + budget slots of each request, unused ones inert."""
@@ -139,10 +142,13 @@ class _Context(DraftContext):
     def of(cls, run: DeviceRun, requests: list[int], roots: list[int], lengths: list[int]) -> _Context:
         """Of the active requests, their last tokens and how many they have."""
         context = cls.__new__(cls)
-        context._of = run.committed, run.cache.like, requests, roots, lengths
-        context.request_ids = requests.copy()
-        context.hidden_states = [run.hidden_states[r] for r in requests]
-        context.began, context.ended = run.began, run.ended
+        context.__dict__ = {
+            "_of": (run.committed, run.cache.like, requests, roots, lengths),
+            "request_ids": requests.copy(),
+            "hidden_states": [run.hidden_states[r] for r in requests],
+            "began": run.began,
+            "ended": run.ended,
+        }
         return context
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -242,7 +248,7 @@ class _Batch:
         xp, cache = run.xp, run.cache
         like = import_array(cache.like)
         depth, budget, topk = run.plan[:3]
-        B, N, kinds = len(self.requests), 1 + budget, len(cache.mask_kinds)
+        B, N, kinds, self._most_emitted = len(self.requests), 1 + budget, len(cache.mask_kinds), 1 + depth
         self.shape = (B, N)
         self.device = device_of(cache.like).number
         self.stream: Any = None  # of this round
@@ -261,9 +267,10 @@ class _Batch:
         self._logits_slot = self._state.unsent(logits_slot)
         self._logits_at = self._state.on_host(logits_slot).data  # their address and number of words, one by one
 
-        self._staged = Mirror(mirror_size(*(((B, depth, topk), np.int32),) * 2))
+        self._staged = Mirror(mirror_size(((2, B, depth, topk), np.int32)))
         with self._staged.arrays():  # on the GPU, what a draft's rows are copied to; on the host, where it is taken to
-            self.log_probs, self.token_ids = (xp.empty((B, depth, topk), t) for t in (np.float32, np.int32))
+            self._drafted = xp.empty((2, B, depth, topk), np.int32)
+        self.log_probs, self.token_ids = self._drafted[0].view(np.float32), self._drafted[1]
         self.log_probs.fill(-np.inf)
         self.token_ids.fill(-1)
         self.form: _Form | None = None  # of the last draft
@@ -275,6 +282,7 @@ class _Batch:
         self._masks = [cache.like.new_empty(B * N * cache.most_columns) for _ in cache.mask_kinds]
         self._arguments: dict[str, Any] = {}
         self._columns: list[int] = []
+        self._views: list[dict[int, Any]] = [{} for _ in cache.mask_kinds]  # of each mask, by its columns
         self._logits: Any = None
         self._given: Any = None  # the logits of this round
         self._record: FetchedRound | None = None  # of the last round
@@ -363,18 +371,36 @@ class _Batch:
         return self._arguments
 
     def _mask_views(self, widths: list[int]) -> Any:
-        (B, N), kinds = self.shape, self.cache.mask_kinds
         views = [
-            buffer.as_strided((B, 1, N, columns), (N * columns, N * columns, columns, 1))
-            for buffer, columns in zip(self._masks, widths, strict=True)
+            held[columns] if columns in held else self._mask_view(mask, columns)
+            for mask, columns, held in zip(self._masks, widths, self._views, strict=True)
         ]
-        return views[0] if len(views) == 1 else {kind.name: view for kind, view in zip(kinds, views, strict=True)}
+        if len(views) == 1:
+            return views[0]
+        return {kind.name: view for kind, view in zip(self.cache.mask_kinds, views, strict=True)}
+
+    def _mask_view(self, mask: Any, columns: int) -> Any:
+        B, N = self.shape
+        return mask.as_strided((B, 1, N, columns), (N * columns, N * columns, columns, 1))
+
+    def _make_views(self) -> None:
+        """Make the views of masks that rounds to come will want, many at once, since one by one they take far longer.
+
+        A round's masks are wider than the last one's by as many columns as that emitted tokens, of the longest request
+        at the most; those of static caches stay as they are.
+        """
+        if self.cache.static is not None:
+            return
+        most = self.cache.most_columns
+        for i, (mask, columns) in enumerate(zip(self._masks, self._columns, strict=True)):
+            if min(columns + self._most_emitted, most) not in self._views[i]:
+                widths = range(columns, min(columns + max(MASK_VIEWS, self._most_emitted), most) + 1)
+                self._views[i] = {width: self._mask_view(mask, width) for width in widths}
 
     def _build_trees(self) -> None:
         run, kernels, target = self.run, self.cache.kernels, self.run.target
         self._state.send()
-        kernels.copy_rows(self._slots[0], self.log_probs, fill=0xFF800000)  # minus infinity
-        kernels.copy_rows(self._slots[1], self.token_ids, fill=0xFFFFFFFF)
+        kernels.copy_rows(self._slots, self._drafted, fill=0xFF800000)  # minus infinity, where no token id is looked at
         with self._results.arrays():
             draft = self.log_probs, self.token_ids
             log_probs, faults = kernels.guard_draft(*draft, self.remaining, vocab_size=target.vocab_size)
@@ -416,6 +442,7 @@ class _Batch:
         self._record = FetchedRound(
             self.request_ids, accepted.fetched, accepted.layout, self.built.tree.max_depth, width
         )
+        self._make_views()
         return self._record
 
     def emitted(self) -> memoryview:

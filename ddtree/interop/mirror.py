@@ -9,14 +9,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree.engine.graphs import ALIGNMENT
 from ddtree.kernels.cupy.copy_rows import copy_rows
 
 __all__ = ["Mirror", "Where", "looked_at", "mirror_size"]
 
 Where: TypeAlias = "tuple[tuple[int, ...], np.dtype[Any], int]"
 """An array's shape, type and first byte."""
-ALIGNMENT = 256
-"""Bytes that an array begins at a multiple of."""
 WORD = 16
 """Bytes that are copied at a time."""
 SLOT = struct.Struct("=2q")

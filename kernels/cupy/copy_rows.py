@@ -13,14 +13,15 @@ WORDS = 4
 """Of a thread."""
 
 
-def copy_rows(slot: Any, out: Any, *, word: int = 4, fill: int = 0) -> None:
+def copy_rows(slots: Any, out: Any, *, word: int = 4, fill: int = 0) -> None:
     """Copy rows from where a number on the device says, when it runs: a graph's replay reads what is there by then.
 
     Parameters
     ----------
-    slot : array, int64, shape (2,)
-        Address of contiguous rows that the GPU can read, and how many words each of them has.
-    out : array, any type, C-contiguous
+    slots : array, int64, shape (2,) or (A, 2)
+        Address of contiguous rows that the GPU can read, and how many words each of them has: of ``out``, or of each of
+        the A arrays that it holds.
+    out : array, any type, C-contiguous, shape (…) or (A, …)
         Its rows are those along its last axis; what is behind the words that are copied becomes ``fill``.
     word : int
         Bytes of a word, 2, 4 or 16, that address and ``out`` are aligned to and rows are made of. See :func:`word_of`.
@@ -29,10 +30,11 @@ def copy_rows(slot: Any, out: Any, *, word: int = 4, fill: int = 0) -> None:
     """
     if out.size == 0:
         return
-    words, pitch = out.nbytes // word, out.shape[-1] * out.dtype.itemsize // word
+    arrays = slots.size // 2
+    words, pitch = out.nbytes // word // arrays, out.shape[-1] * out.dtype.itemsize // word
     launch(
-        *("copy_rows", f"copy_rows_{word}", blocks_for(words, THREADS * WORDS), THREADS),
-        *(slot, out, np.int64(words), np.int64(pitch), np.uint32(fill)),
+        *("copy_rows", f"copy_rows_{word}", (blocks_for(words, THREADS * WORDS), arrays), THREADS),
+        *(slots, out, np.int64(words), np.int64(pitch), np.uint32(fill)),
     )
 
 

@@ -136,7 +136,7 @@ __device__ __forceinline__ void expert_block(
     __shared__ int32 pairs[TOKENS + 32 * (N > 0 ? FMA_PARTS : MMA_PARTS)];
     constexpr int32 OUTPUTS = GATED ? ROWS / 2 : ROWS;
     const int32 outputs = GATED ? I : D, width = GATED ? D : I, likely = experts.likely_at(blockIdx.x, TOKENS);
-    if (TOKENS > 1 && likely >= 0) {
+    if (TOKENS > 1 && likely >= 0) {  // one token's form has no registers left for it on sm_120, where it would spill
         const int32 first = blockIdx.y * OUTPUTS, rows = min(OUTPUTS, outputs - first);
         const T* own = matrices + (int64(likely) * (GATED ? 2 : 1) * outputs + first) * width;
         prefetch_rows(own, rows, width);

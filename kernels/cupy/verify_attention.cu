@@ -18,7 +18,9 @@
 // Version 1. A block takes 8 rows of a request, up to 512 columns of the latent and one of at most `parts` equal parts of
 // the context, in tiles of 32 keys as in an online softmax: a warp works out the scores of 4 keys for all rows, then weighs
 // the tile for one row, then a thread adds up its two columns for every row. Sums of tiles are added up, rather than
-// keys: of thousands of keys, that loses far fewer bits. merge_plain_T has a row of the output a block.
+// keys: of thousands of keys, that loses far fewer bits. A tile's keys are on their way to L2 as soon as it is known
+// where they are: otherwise each load of a few of them would wait for memory. merge_plain_T has a row of the output a
+// block.
 //
 //   sums    float or double (B, parts, N * H, C)   weighted latents, relative to the greatest score of the part
 //   tops    float or double (B, parts, N * H)      greatest score of the part
@@ -74,7 +76,7 @@ __device__ __forceinline__ uint32 seen_from(const uint32* words, int32 first, in
 namespace plain {
 
 constexpr int32 THREADS = 256, WARPS = 8, ROWS = 8, KEYS = 32, KEYS_A_WARP = KEYS / WARPS, COLUMNS = 2 * THREADS;
-constexpr int32 KEYS_AT_ONCE = 8, MOST_PARTS = 64;
+constexpr int32 KEYS_AT_ONCE = 4, MOST_PARTS = 64, THREADS_A_KEY = THREADS / KEYS;
 static_assert(KEYS_A_WARP * ROWS == 32, "a lane gets the score of one key and row");
 
 template <typename Real> __device__ __forceinline__ Real sum_of_warp(Real x)
@@ -108,7 +110,7 @@ template <int32 HALF = 16, typename Real> __device__ __forceinline__ Real sums_o
 // Adds to the scores of a warp's keys for all rows what their elements add, W neighbours a lane at a time.
 template <int32 W, typename T, typename Real>
 __device__ __forceinline__ void add_products(
-    Real (&scores)[KEYS_A_WARP * ROWS], const T* queries, int32 last_row, const T* const* keys, int32 there, int32 D)
+    Real (&scores)[KEYS_A_WARP * ROWS], const T* queries, int32 last_row, const T* const* keys, int32 D)
 {
     struct alignas(W * sizeof(T)) Neighbours { T values[W]; };
     const int32 lane = threadIdx.x % 32;
@@ -116,7 +118,7 @@ __device__ __forceinline__ void add_products(
     for (int32 d = lane * W; d < D; d += 32 * W) {
         Neighbours x[KEYS_A_WARP], y[ROWS];
         #pragma unroll
-        for (int32 k = 0; k < KEYS_A_WARP; ++k) x[k] = *reinterpret_cast<const Neighbours*>(keys[min(k, there - 1)] + d);
+        for (int32 k = 0; k < KEYS_A_WARP; ++k) x[k] = *reinterpret_cast<const Neighbours*>(keys[k] + d);
         #pragma unroll
         for (int32 r = 0; r < ROWS; ++r) y[r] = *reinterpret_cast<const Neighbours*>(queries + min(r, last_row) * D + d);
         #pragma unroll
@@ -137,11 +139,18 @@ __device__ __forceinline__ void add_key(Real (&added)[ROWS][2], const Real (&x)[
     #pragma unroll
     for (int32 r = 0; r < ROWS; r += 16 / sizeof(Real))
         *reinterpret_cast<int4*>(w + r) = *reinterpret_cast<const int4*>(weights + r);
-    // A key that a row does not see has the weight -0 there. It may be infinite or NaN, and is not multiplied then.
-    const bool finite = isfinite(x[0]) && isfinite(x[1]);
+    if (isfinite(x[0]) && isfinite(x[1])) {
+        #pragma unroll
+        for (int32 r = 0; r < ROWS; ++r) {
+            added[r][0] += w[r] * x[0];
+            added[r][1] += w[r] * x[1];
+        }
+        return;
+    }
+    // A key that a row does not see has the weight -0 there, and is not multiplied.
     #pragma unroll
     for (int32 r = 0; r < ROWS; ++r)
-        if (finite || w[r] != 0 || !signbit(w[r])) {
+        if (w[r] != 0 || !signbit(w[r])) {
             added[r][0] += w[r] * x[0];
             added[r][1] += w[r] * x[1];
         }
@@ -187,38 +196,41 @@ __device__ __forceinline__ void attend(
     const T* queries = q + (int64(b) * rows + first_row) * D;
     const int32 last_row = int32(min(used_rows - first_row, int64(ROWS))) - 1;
 
-    constexpr int32 WIDE = sizeof(T) > 4 ? 2 : 4;
+    constexpr int32 WIDE = sizeof(T) > 4 ? 2 : 4, LINE = 128 / sizeof(T);
     const bool in_chunks = D % WIDE == 0 && (uint64(q) | uint64(cache)) % (WIDE * sizeof(T)) == 0;
     const int64 own_row = first_row + warp;  // that this warp weighs
     const bool own_used = own_row < used_rows;
-    const uint32* own_words = words + (int64(b) * N + (own_used ? own_row / H : 0)) * ((N + 31) / 32);
     Real own_top = Real(minus_infinity()), own_total = 0;
     Real columns[ROWS][2] = {};
     const int32 c0 = first_column + t, c1 = c0 + THREADS;
 
     for (int32 start = begin; start < end; start += KEYS) {
         const int32 tile = min(KEYS, end - start);
-        if (t < tile) {
-            const int32 key = start + t;
-            keys[t] = cache + (int64(page_table[int64(b) * max_pages + key / S]) * S + key % S) * D;
+        {
+            const int32 key = min(start + t / THREADS_A_KEY, end - 1);  // a key too many is the last one again
+            const T* row = cache + (int64(page_table[int64(b) * max_pages + key / S]) * S + key % S) * D;
+            if (t % THREADS_A_KEY == 0) keys[t / THREADS_A_KEY] = row;
+            for (int32 d = t % THREADS_A_KEY * LINE; d < D; d += THREADS_A_KEY * LINE)
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(row + d));
         }
         // The places of the keys, to all warps; and all are through with the weights of the last tile.
         __syncthreads();
         Real scores[KEYS_A_WARP * ROWS] = {};
-        // A key too many is the last one again, whose score nobody reads.
-        const int32 there = tile - warp * KEYS_A_WARP;
-        if (there > 0) {
+        if (warp * KEYS_A_WARP < tile) {
             if (in_chunks)
-                add_products<WIDE>(scores, queries, last_row, keys + warp * KEYS_A_WARP, there, D);
+                add_products<WIDE>(scores, queries, last_row, keys + warp * KEYS_A_WARP, D);
             else
-                add_products<1>(scores, queries, last_row, keys + warp * KEYS_A_WARP, there, D);
+                add_products<1>(scores, queries, last_row, keys + warp * KEYS_A_WARP, D);
         }
         weights[warp * KEYS_A_WARP + lane / ROWS][lane % ROWS] = scale * sums_of_warp(scores);
         // The scores of all keys, to the warp that weighs them for a row.
         __syncthreads();
         const int32 key = start + lane;
         bool seen = own_used && key < end;
-        if (seen && key >= prefix) seen = own_words[(key - prefix) / 32] >> ((key - prefix) % 32) & 1;
+        if (seen && key >= prefix) {
+            const uint32* own_words = words + (int64(b) * N + own_row / H) * ((N + 31) / 32);
+            seen = own_words[(key - prefix) / 32] >> ((key - prefix) % 32) & 1;
+        }
         const Real score = seen ? weights[lane][warp] : Real(minus_infinity());
         const Real top = fmax(own_top, max_of_warp(score));
         // A score that overflowed to -inf weighs nothing, also where there is no top yet; a key that is not seen, -0.
@@ -230,22 +242,24 @@ __device__ __forceinline__ void attend(
         if (lane == 0) factors[warp] = factor;
         // Weights, and the factors of what was added up before, to the threads that add up columns.
         __syncthreads();
-        Real added[ROWS][2] = {};
-        for (int32 first = 0; first < tile; first += KEYS_AT_ONCE) {
-            Real x[KEYS_AT_ONCE][2];
-            #pragma unroll
-            for (int32 i = 0; i < KEYS_AT_ONCE; ++i) {
-                const bool there = first + i < tile;
-                x[i][0] = there && c0 < C ? load(keys[first + i] + c0) : Real(0);
-                x[i][1] = there && c1 < C ? load(keys[first + i] + c1) : Real(0);
+        if (c0 < C) {  // whole warps have none of few columns
+            Real added[ROWS][2] = {};
+            for (int32 first = 0; first < tile; first += KEYS_AT_ONCE) {
+                Real x[KEYS_AT_ONCE][2];
+                #pragma unroll
+                for (int32 i = 0; i < KEYS_AT_ONCE; ++i) {
+                    const bool there = first + i < tile;
+                    x[i][0] = there ? load(keys[first + i] + c0) : Real(0);
+                    x[i][1] = there && c1 < C ? load(keys[first + i] + c1) : Real(0);
+                }
+                #pragma unroll
+                for (int32 i = 0; i < KEYS_AT_ONCE; ++i) add_key(added, x[i], weights[first + i]);
             }
             #pragma unroll
-            for (int32 i = 0; i < KEYS_AT_ONCE; ++i) add_key(added, x[i], weights[first + i]);
+            for (int32 r = 0; r < ROWS; ++r)
+                #pragma unroll
+                for (int32 j = 0; j < 2; ++j) columns[r][j] = columns[r][j] * factors[r] + added[r][j];
         }
-        #pragma unroll
-        for (int32 r = 0; r < ROWS; ++r)
-            #pragma unroll
-            for (int32 j = 0; j < 2; ++j) columns[r][j] = columns[r][j] * factors[r] + added[r][j];
         // All threads are through with the places of these keys.
         __syncthreads();
     }
@@ -331,7 +345,7 @@ __device__ __forceinline__ void merge(
     }
 DDTREE_PLAIN(f16, __half, float, 1)
 DDTREE_PLAIN(bf16, __nv_bfloat16, float, 2)
-DDTREE_PLAIN(f32, float, float, 1)
+DDTREE_PLAIN(f32, float, float, 2)
 DDTREE_PLAIN(f64, double, double, 1)
 
 // ---------------------------------------------------------------------------------------------------------- version 2

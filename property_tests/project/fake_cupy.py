@@ -256,18 +256,18 @@ def kernel(function):
     return launched
 
 
-def copy_rows(slot, out, *, word=4, fill=0):
-    """Rows from where the slot says."""
+def copy_rows(slots, out, *, word=4, fill=0):
+    """Rows from where the slots say."""
     if out.size == 0:
         return
-    address, width = slot.tolist()
     words = out.view(f"V{word}") if word == 16 else out.view({2: np.uint16, 4: np.uint32}[word])
-    rows = words.reshape(-1, words.shape[-1])
+    arrays = words.reshape(slots.size // 2, -1, words.shape[-1])
     if word != 16:
-        rows[:] = fill
-    if width:
-        held = (ctypes.c_char * (len(rows) * width * word)).from_address(address)
-        rows[:, :width] = np.ndarray((len(rows), width), rows.dtype, held)
+        arrays[:] = fill
+    for rows, (address, width) in zip(arrays, slots.reshape(-1, 2).tolist(), strict=True):
+        if width:
+            held = (ctypes.c_char * (len(rows) * width * word)).from_address(address)
+            rows[:, :width] = np.ndarray((len(rows), width), rows.dtype, held)
 
 
 IN_PLACE = (copy_rows, reference.tree_mask, reference.compact_layers)

@@ -210,6 +210,18 @@ def test_rows_are_copied_from_where_a_number_says(cp, rows, pitch, width, dtype)
             assert_same(out.get().view(np.uint32), wanted)
 
 
+def test_rows_of_several_arrays_are_copied_each_from_its_own_place(cp):
+    rng, (arrays, rows, pitch) = np.random.default_rng(0), (3, 5, 7)
+    data = [cp.asarray(rng.integers(0, 99, (rows, width)).astype(np.int32)) for width in (7, 0, 4)]
+    slots = cp.array([[array.data.ptr, array.shape[1]] for array in data])
+    out = cp.full((arrays, rows, pitch), 7, np.int32)
+    kernels.copy_rows(slots, out, fill=0xFFFFFFFF)
+    wanted = np.full((arrays, rows, pitch), -1, np.int32)
+    for place, array in zip(wanted, data, strict=True):
+        place[:, : array.shape[1]] = array.get()
+    assert_same(out.get(), wanted)
+
+
 @pytest.mark.parametrize("nbytes, word", [(32, 16), (20, 4), (6, 2)])
 def test_whole_arrays_are_copied_by_their_widest_word(cp, nbytes, word):
     copy_rows = importlib.import_module("ddtree.kernels.cupy.copy_rows")
