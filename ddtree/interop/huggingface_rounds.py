@@ -174,8 +174,12 @@ class FetchedRound(Round):
     _data: memoryview | bytearray
     _layout: tuple[list[Where], int, int]
 
-    def __init__(self, request_ids: tuple[int, ...], data: memoryview, *layout: Any) -> None:
-        self.__dict__.update(request_ids=request_ids, _data=data, _layout=layout)  # of a frozen dataclass
+    @classmethod
+    def of(cls, request_ids: tuple[int, ...], data: memoryview, *layout: Any) -> FetchedRound:
+        """Of some requests, the bytes and what is where in them."""
+        record = cls.__new__(cls)
+        record.__dict__.update(request_ids=request_ids, _data=data, _layout=layout)  # of a frozen dataclass
+        return record
 
     def keep(self) -> None:
         """Copy its bytes from where others will be."""
@@ -187,23 +191,23 @@ class FetchedRound(Round):
         self.keep()
         return _looked_at(self._data, *self._layout)
 
-    @property
+    @functools.cached_property
     def tree(self) -> DraftTree:
         """What was drafted."""
         return self._seen[0]
 
-    @property
+    @functools.cached_property
     def target_token_ids(self) -> NDArray[np.int32]:
         """The target's choice after each node."""
         return self._seen[1]
 
-    @property
+    @functools.cached_property
     def acceptance(self) -> Acceptance:
         """The kept path, the bonus, and who finished."""
         return self._seen[2]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Round, (self.request_ids, *self._seen)
+        return Round, (self.request_ids, self.tree, self.target_token_ids, self.acceptance)
 
 
 class _Form(NamedTuple):
@@ -439,7 +443,7 @@ class _Batch:
         self._logits_at[0] = address
         self._repeat(self._accept, self._accept_paths)
         self._given, accepted = logits, self.accepted
-        self._record = FetchedRound(
+        self._record = FetchedRound.of(
             self.request_ids, accepted.fetched, accepted.layout, self.built.tree.max_depth, width
         )
         self._make_views()

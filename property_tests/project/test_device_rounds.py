@@ -8,7 +8,7 @@ import functools
 import gc
 import pickle
 import weakref
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -180,6 +180,14 @@ def test_rounds_say_the_same_whenever_they_are_looked_at(gpu):
     decoder.generate(PROMPTS, NEW, on_round=lambda record: at_once.append(repr(record)))
     assert len(at_once) > 3
     assert [repr(record) for record in later] == at_once
+
+
+def test_a_round_can_be_copied_with_something_else_in_it(gpu):
+    (record, *_) = DDTreeDecoder(model_of("llama"), RandomDrafter(7), depth=4, budget=9).generate(PROMPTS, NEW).rounds
+    renamed = replace(record, request_ids=(7, 8, 9))
+    for other in (renamed, pickle.loads(pickle.dumps(renamed))):
+        assert other.request_ids == (7, 8, 9)
+        assert all(same(getattr(other, f.name), getattr(record, f.name)) for f in fields(record)[1:])
 
 
 def test_a_context_that_is_kept_says_what_was_then_and_does_not_keep_the_run(gpu, monkeypatch):
