@@ -21,7 +21,7 @@ RING_THREADS, RING_ROWS, STEP_BYTES = 128, 64, 128
 LARGE = 1 << 24
 """Elements of a matrix whose rows alone fill a GPU, and which tensor cores take through the ring."""
 THREADS_AT_ONCE = 512
-"""A multiprocessor's, with what registers a thread by tensor cores needs."""
+"""A multiprocessor's, with what registers a thread needs."""
 
 
 def linear(x: Any, weight: Any, *, gain: Any = None, eps: float = 0.0, residual: Any = None, dtype: Any = None) -> Any:
@@ -157,11 +157,10 @@ def multiply(
         x = contiguous(x)
     y = empty((M, H, outputs), x.dtype if dtype is None else dtype) if out is None else out
     tile = form.tile(M)
-    if form.by_mma and not form.by_ring:
-        # many blocks of few tokens rather than few of many, if all can be resident
-        few = form.sizes[0]
-        blocks = blocks_for(M, few[0]) * blocks_for(rows, few[1]) * H
-        tile = few if blocks * form.threads <= THREADS_AT_ONCE * multiprocessors() else tile
+    if tile == form.sizes[-1] and not form.by_ring:
+        # many blocks of few tokens rather than few of many, if all can be resident: W is then read from L2 more often
+        most = THREADS_AT_ONCE * multiprocessors() // (form.threads * H)
+        tile = next((t for t in form.sizes if blocks_for(M, t[0]) * blocks_for(rows, t[1]) <= most), tile)
     behind = np.uintp(0) if residual is None else contiguous(residual, y.dtype)
     strides = (np.int64(n // a.dtype.itemsize) for a in (x, y) for n in a.strides[:2])
     launch(

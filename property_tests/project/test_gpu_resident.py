@@ -255,12 +255,12 @@ def test_a_round_waits_for_nothing_and_keeps_to_the_callers_stream(cupy: ModuleT
     replay = loop.replay
     assert replay is not None
 
-    def watched() -> None:
+    def watched(stream: Any = None) -> None:
         streams.append(cupy.cuda.get_current_stream().ptr)
         with warnings.catch_warnings():  # that it does not find every wait
             warnings.simplefilter("ignore")
             with allow_synchronize(False):
-                replay()
+                replay(stream)
 
     loop.replay = watched
     stream = cupy.cuda.Stream(non_blocking=True)
