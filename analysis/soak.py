@@ -322,12 +322,14 @@ def fit_growth(rounds: list[int], mib: list[float], graphs: list[int], warm_up: 
     """Fit a line to the samples after warm-up; it may rise by 8 MiB, or by 1 % where that is more.
 
     Engines keep a bounded number of captured rounds and passes, which takes long to be reached: what each of them takes
-    is fitted beside the line, so that only what rises without them is growth. While their number still rises as evenly
-    as the rounds, the two cannot be told apart, and nothing is judged. Warm-up is ``warm_up`` samples, and a quarter of
-    all in any event.
+    is fitted beside the line, so that only what rises without them is growth. It is the most there have been that
+    counts, since an allocator may keep what one that is gone has left. While that number still rises as evenly as the
+    rounds, the two cannot be told apart, and nothing is judged. Warm-up is ``warm_up`` samples, and a quarter of all in
+    any event.
     """
     start = max(warm_up, len(rounds) // 4)
-    x, y, kept = (np.asarray(column, np.float64)[start:] for column in (rounds, mib, graphs))
+    most_graphs = np.maximum.accumulate(np.asarray(graphs, np.float64))
+    x, y, kept = (np.asarray(column, np.float64)[start:] for column in (rounds, mib, most_graphs))
     level = float(y.mean()) if len(y) else 0.0
     allowed = max(ALLOWED_MIB, ALLOWED_SHARE * level)
     if len(y) < JUDGED_SAMPLES or x[0] == x[-1]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,7 +13,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Inputs", "Readback", "Readbacks", "Repeated", "captured"]
+__all__ = ["Inputs", "Readback", "Readbacks", "Repeated", "captured", "free_pools"]
+
+_POOLS: deque[tuple[Any, Any]] = deque()
+"""Memory pools of graphs that are gone, and their devices; arrays that were made in them may still be there."""
+
+
+def free_pools() -> None:
+    """Give back the memory of graphs that are gone; what arrays still hold of it, when it is called after them.
+
+    CuPy leaves the free blocks of a pool that goes away to nobody. That a graph is gone may turn out anywhere, in a
+    collection of garbage, and to free memory waits for the GPU: hence the pools stay until this is called.
+    """
+    for _ in range(len(_POOLS)):
+        pool, device = _POOLS.popleft()
+        with device:
+            pool.free_all_blocks()
+            if pool.total_bytes():
+                _POOLS.append((pool, device))
 
 
 def captured(xp: Any, work: Callable[[], None]) -> Callable[..., None]:
@@ -27,25 +45,29 @@ def captured(xp: Any, work: Callable[[], None]) -> Callable[..., None]:
     work : callable
         Has run before, so that its kernels are loaded, and reads and writes the same arrays each time. It must not wait
         for the GPU. What it allocates comes from a pool of the graph's own, since a replay writes there whenever it
-        runs: arrays that it leaves behind hold a replay's results until the next one.
+        runs: arrays that it leaves behind hold a replay's results until the next one. See :func:`free_pools`.
     """
     if xp is np:
         return lambda stream=None: work()
+    free_pools()
     pool, stream = xp.cuda.MemoryPool(), xp.cuda.Stream(non_blocking=True)
+    of_pool = pool, xp.cuda.Device()
     with stream, xp.cuda.using_allocator(pool.malloc):
         stream.begin_capture()
         try:
             work()
         except BaseException:
+            _POOLS.append(of_pool)
             with contextlib.suppress(xp.cuda.runtime.CUDARuntimeError):
                 stream.end_capture()  # which may say that the capture is void: the first error says why
             raise
         graph = stream.end_capture()
     graph.upload(xp.cuda.get_current_stream())
 
-    def replay(stream: Any = None, pool: Any = pool) -> None:  # the pool lives as long as the graph
+    def replay(stream: Any = None) -> None:
         graph.launch(stream)
 
+    weakref.finalize(replay, _POOLS.append, of_pool).atexit = False
     return replay
 
 

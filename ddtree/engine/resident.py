@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ddtree.arrays import array_namespace, free_bytes, use_stream_of
 from ddtree.checks import INT32_MAX
 from ddtree.engine.cache import PagedCache, Pages, new_array
-from ddtree.engine.graphs import Readback, Readbacks, Repeated
+from ddtree.engine.graphs import Readback, Readbacks, Repeated, free_pools
 from ddtree.engine.prompts import MOST_ROWS, Part, PromptPass, parts_of
 from ddtree.engine.records import RESIDENT_STAGES, Round
 from ddtree.engine.run import Run, checked_draft, joined, name_of, one_token_each
@@ -248,12 +248,15 @@ class RoundLoops:
 
     def shrink(self, count: int) -> None:
         """Let go of those that were not used for longest, until there are at most ``count``."""
-        while len(self._loops) > count:
-            self._loops.popitem(last=False)
+        if len(self._loops) > count:
+            while len(self._loops) > count:
+                self._loops.popitem(last=False)
+            free_pools()
 
     def clear(self) -> None:
         """Let go of all loops, their caches and their graphs."""
         self._loops.clear()
+        free_pools()
 
 
 class Flight(NamedTuple):

@@ -34,7 +34,7 @@ from ddtree.backends import serving
 from ddtree.checks import INT32_MAX
 from ddtree.engine import Round
 from ddtree.engine.committed import Committed
-from ddtree.engine.graphs import Repeated
+from ddtree.engine.graphs import Repeated, free_pools
 from ddtree.engine.rounds import HostRun
 from ddtree.interop.huggingface_cache import ModelCache
 from ddtree.interop.mirror import Mirror, Where, looked_at, mirror_size
@@ -301,6 +301,7 @@ class _Batch:
         self._wait()
         self._end_round()
         self._build = self._accept = self._draft = None  # type: ignore[assignment]
+        free_pools()
         del self.run
 
     def _end_round(self) -> None:

@@ -10,7 +10,7 @@ import ctypes
 import importlib
 from dataclasses import fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -172,8 +172,21 @@ class Cuda:
     class MemoryPool:
         """Of a graph, which needs no memory but a mirror's."""
 
+        kept: ClassVar[set[Any]] = set()
+        """All of them that were made, but those that were given back."""
+
+        def __init__(self):
+            self.kept.add(self)
+
         def malloc(self, size):
             raise AssertionError("memory was taken while a stream captures")
+
+        def free_all_blocks(self):
+            assert CUDA.captured is None, "memory was given back while a stream captures"
+            self.kept.discard(self)
+
+        def total_bytes(self):
+            return 0
 
     def UnownedMemory(self, address, size, owner, device):  # noqa: N802 - CuPy's name
         return Pointer(address, owner)
@@ -197,7 +210,7 @@ class Cuda:
     def get_current_stream(self, *device):
         return Stream()
 
-    def Device(self, number):  # noqa: N802 - CuPy's name
+    def Device(self, number=0):  # noqa: N802 - CuPy's name
         return contextlib.nullcontext()
 
     def do(self, work):
@@ -349,6 +362,7 @@ def install(monkeypatch):
         checks, "select_backend", lambda op, b, device: serve if device.type == "cuda" else select(op, b, device)
     )
     Graph.launches = 0
+    Cuda.MemoryPool.kept.clear()
 
 
 def as_cupy(torch, arrays, tensor):

@@ -75,6 +75,7 @@ def test_tokens_are_those_of_generate_and_most_rounds_are_two_graphs(gpu, name, 
     assert generation.tau is not None
     assert generation.tau > 1
     assert fake_cupy.Graph.launches > len(generation.rounds)
+    assert not fake_cupy.CUDA.MemoryPool.kept  # their graphs are gone
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])

@@ -17,7 +17,7 @@ import pytest
 from ddtree import reference
 from ddtree.drafters import NgramDrafter, NoiseLaw, OracleDrafter
 from ddtree.engine import Engine, NonFiniteLogitsError
-from ddtree.engine.graphs import Inputs, Readbacks, captured
+from ddtree.engine.graphs import Inputs, Readbacks, captured, free_pools
 from ddtree.engine.prompts import PromptPass
 from ddtree.engine.resident import ResidentRun, RoundState
 from ddtree.model import golden_bundle, load_model
@@ -277,6 +277,52 @@ def test_device_memory_does_not_grow(cupy: ModuleType) -> None:
         assert_tokens(engine.generate(prompts(7), 30), wanted)
         used.append(cupy.get_default_memory_pool().used_bytes())
     assert used[-1] == used[2]
+
+
+def used_on_device(cupy: ModuleType) -> int:
+    gc.collect()
+    free_pools()
+    cupy.get_default_memory_pool().free_all_blocks()
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return int(total - free)
+
+
+def test_a_graph_that_is_gone_gives_its_memory_back(cupy: ModuleType) -> None:
+    out = cupy.zeros(1 << 20, np.float32)
+    left = []
+
+    def work() -> None:
+        first = out + 1
+        second = first * 2
+        del first
+        left.append((second - 1)[:10])  # which stays, in the middle of the pool's memory
+        out[...] = second
+
+    work()
+    used = []
+    for _ in range(8):
+        replays = [captured(cupy, work) for _ in range(4)]
+        for replay in replays:
+            replay()
+        del replay, replays
+        left.clear()
+        used.append(used_on_device(cupy))
+    assert max(used[2:]) <= used[1] + (2 << 20), used
+
+
+def test_engines_that_come_and_go_keep_no_memory_of_the_device(cupy: ModuleType) -> None:
+    wanted = expected(3, 30)
+    used = []
+    for _ in range(6):
+        engine = Engine(model("cupy"), OracleDrafter(wanted.tokens, VOCABULARY), depth=5, budget=20)
+        for _ in range(3):
+            assert_tokens(engine.generate(prompts(3), 30), wanted)
+        for seed in range(6):  # more kinds of batches than an engine keeps
+            for _ in range(2):
+                engine.generate(prompts(3), 12, temperature=0.8, seed=seed)
+        engine.loops.clear()
+        used.append(used_on_device(cupy))
+    assert max(used[2:]) <= used[1] + (4 << 20), used
 
 
 def test_unusable_logits_name_their_request_and_the_engine_goes_on(cupy: ModuleType) -> None:

@@ -158,12 +158,20 @@ def test_what_captured_graphs_take_is_no_growth():
     assert sum(not line.held for line in judged) > 190
 
 
+def test_memory_that_graphs_which_are_gone_leave_to_an_allocator_is_no_growth():
+    rounds = list(range(0, 20_000, 100))
+    graphs = [round(300 * min(1, r / 9_000) - 60 * max(0, r - 12_000) / 8_000) for r in rounds]  # rise, stay, fall
+    kept = (400 + 0.7 * np.maximum.accumulate(graphs)).tolist()
+    assert fit_growth(rounds, kept, graphs).grown == pytest.approx(0, abs=1e-6)
+    assert not fit_growth(rounds, [mib + 20 * r / 20_000 for mib, r in zip(kept, rounds, strict=True)], graphs).held
+
+
 def test_graphs_that_rise_with_the_rounds_leave_nothing_to_judge():
     rounds = list(range(0, 20_000, 100))
     for memory in ([1000.0] * 200, [400.0 + r / 100 for r in rounds]):
         assert not fit_growth(rounds, memory, [r // 100 for r in rounds]).judged
-    falling = [300 - round(60 * math.exp(-r / 3_000)) for r in rounds]
-    assert fit_growth(rounds, [500.0 - n for n in falling], falling).grown < 0  # which no graph can be thanked for
+    slower = [300 - round(60 * math.exp(-r / 3_000)) for r in rounds]
+    assert fit_growth(rounds, [500.0 - n for n in slower], slower).grown < 0  # which no graph can be thanked for
 
 
 def test_growing_memory_is_a_fault(monkeypatch):
