@@ -50,8 +50,7 @@ numpydoc_show_class_members = False
 PAGE_OF = {
     "analysis/benchmarks/results/h200/NOTES.md": "benchmarks.md#reading-these-figures",
     "analysis/benchmarks/results/h200/bench.md": "benchmarks.md#all-sizes",
-    "analysis/benchmarks/results/h200/decoding.md": "benchmarks.md#whole-models-0-7-b-parameters",
-    "analysis/benchmarks/results/h200/decoding_8m.md": "benchmarks.md#whole-models-8-m-parameters",
+    "analysis/benchmarks/results/h200/decoding.md": "benchmarks.md#whole-models",
     "ddtree/include/kdtr.hpp": "file-formats.md#kdtr",
     "ddtree/pairs/python-5m/MODEL_CARD.md": "model-card.md",
     "ddtree/pairs/python-5m/NOTICES.md": "model-card.md#notices",
