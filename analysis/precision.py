@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from ddtree.analysis.outputs import make_folder
 from ddtree.analysis.progress import progress_bar
 from ddtree.analysis.tables import Table
 from ddtree.arrays import array_namespace, to_numpy
@@ -280,6 +281,7 @@ def main(
         )
     if MODEL_DTYPES.index(against) < MODEL_DTYPES.index(dtype):
         raise click.UsageError(f"--against must be no narrower than --dtype {dtype}, got {against}")
+    make_folder(out, "--out")
     try:
         wider, model = load(against), load(dtype)
         prompts = np.random.default_rng(seed).integers(0, model.vocab_size, (texts, prompt_tokens))
@@ -294,7 +296,6 @@ def main(
     if out is not None:
         from ddtree.analysis import figures
 
-        out.mkdir(parents=True, exist_ok=True)
         record = {"dtype": table.dtype, "wider_dtype": table.wider_dtype, "n_positions": table.n_positions}
         record |= {"layers": table.records(), "differences": table.differences.records()}
         with atomic_write(out / "precision.json") as file:

@@ -33,6 +33,7 @@ from rich.table import Table
 
 from ddtree.analysis.environment import commit, devices, kernel_sources_hash, versions
 from ddtree.analysis.margins import BOUNDS, Difference, HeldWeights, Sampling, first_differences
+from ddtree.analysis.outputs import make_folder
 from ddtree.analysis.progress import progress_bar
 from ddtree.analysis.verify_on_gpu import prepare_for_sanitizer, sanitizer_path, start_sanitizer
 from ddtree.arrays import array_kind, array_namespace
@@ -322,29 +323,42 @@ def fit_growth(rounds: list[int], mib: list[float], graphs: list[int], warm_up: 
     """Fit a line to the samples after warm-up; it may rise by 8 MiB, or by 1 % where that is more.
 
     Engines keep a bounded number of captured rounds and passes, which takes long to be reached: what each of them takes
-    is fitted beside the line, so that only what rises without them is growth. It is the most there have been that
-    counts, since an allocator may keep what one that is gone has left. While that number still rises as evenly as the
-    rounds, the two cannot be told apart, and nothing is judged. Warm-up is ``warm_up`` samples, and a quarter of all in
-    any event.
+    is fitted beside the line, so that only what rises without them is growth. An allocator may keep what one that is
+    gone has left: so it is their number or the most there have been, whichever explains the samples best. While they
+    still rise as evenly as the rounds, the two cannot be told apart, and nothing is judged. Warm-up is ``warm_up``
+    samples, and a quarter of all in any event.
     """
     start = max(warm_up, len(rounds) // 4)
-    most_graphs = np.maximum.accumulate(np.asarray(graphs, np.float64))
-    x, y, kept = (np.asarray(column, np.float64)[start:] for column in (rounds, mib, most_graphs))
+    most = np.maximum.accumulate(np.asarray(graphs, np.float64)) if graphs else graphs
+    x, y, now, ever = (np.asarray(column, np.float64)[start:] for column in (rounds, mib, graphs, most))
     level = float(y.mean()) if len(y) else 0.0
     allowed = max(ALLOWED_MIB, ALLOWED_SHARE * level)
     if len(y) < JUDGED_SAMPLES or x[0] == x[-1]:
         return Growth(level, 0.0, allowed, False)
     line = (x - x[0]) / (x[-1] - x[0])
-    spread = float(kept.std())
-    if spread and abs(np.corrcoef(line, kept)[0, 1]) > MOST_ALIKE:
-        return Growth(level, 0.0, allowed, False)
+    fits = [_fit(line, y, None)]
+    for kept in (now, ever):
+        if kept.std() == 0:
+            continue
+        alike = float(np.corrcoef(line, kept)[0, 1])
+        if alike > MOST_ALIKE:
+            return Growth(level, 0.0, allowed, False)
+        if alike > -MOST_ALIKE:  # a graph that is gone takes nothing
+            fits.append(_fit(line, y, kept))
+    _, grown = min(fit for fit in fits if fit is not None)
+    return Growth(level, grown, allowed, True)
+
+
+def _fit(line: NDArray[Any], y: NDArray[Any], kept: NDArray[Any] | None) -> tuple[float, float] | None:
+    """How far a line, with what graphs take, is from the samples, and what it rises; None if graphs give memory."""
     columns = [line, np.ones_like(line)]
-    if spread:
-        columns.append((kept - kept.mean()) / spread)
-    grown, _, *taken = np.linalg.lstsq(np.stack(columns, axis=1), y, rcond=None)[0]
-    if taken and taken[0] < 0:  # a graph gives no memory back
-        grown = np.polyfit(line, y, 1)[0]
-    return Growth(level, float(grown), allowed, True)
+    if kept is not None:
+        columns.append((kept - kept.mean()) / kept.std())
+    of_columns = np.stack(columns, axis=1)
+    found = np.linalg.lstsq(of_columns, y, rcond=None)[0]
+    if kept is not None and found[2] < 0:
+        return None
+    return float(np.square(y - of_columns @ found).sum()), float(found[0])
 
 
 class _Memory:
@@ -833,6 +847,7 @@ def main(
     from ddtree.backends import BackendUnavailable
 
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
+    make_folder(output)
     if sanitize is not None:
         sanitizer_path()
     try:

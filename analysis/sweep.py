@@ -186,7 +186,8 @@ def policy_grid(
     ----------
     specs : sequence of str
         ``tree``, ``chain``, ``spine-first``, ``all-children:WIDTH``, ``confidence:CUTOFF``, ``cost:FILE`` with what
-        :meth:`ddtree.costs.CostModel.save` wrote, and ``static:FOLDER``, fitted to the trace there.
+        :meth:`ddtree.costs.CostModel.save` wrote, ``cost-clamped:FILE``, which takes the nearest costs at contexts that
+        were not measured, and ``static:FOLDER``, fitted to the trace there.
     budgets : sequence of int
         Nodes besides the root. A chain's is its depth.
     depths, topks : sequence of int, optional
@@ -235,15 +236,15 @@ def _maker(kind: str, value: str) -> Callable[[int], Policy]:
             return lambda budget: all_children(budget, width)
     except ValueError:
         raise ValueError(f"policy {kind} must have a number behind the colon, got {value!r}") from None
-    if kind == "cost" and value:
+    if kind in ("cost", "cost-clamped") and value:
         costs = CostModel.load(value)
-        return lambda budget: cost_aware(budget, costs)
+        return lambda budget: cost_aware(budget, costs, clamp=kind == "cost-clamped")
     if kind == "static" and value:
         rates = rank_rates(open_trace(value))
         return lambda budget: static_tree(likeliest_rank_paths(rates, budget))
     raise ValueError(
-        "policy must be tree, chain, spine-first, all-children:WIDTH, confidence:CUTOFF, cost:FILE or static:FOLDER, "
-        f"got {f'{kind}:{value}' if value else kind!r}"
+        "policy must be tree, chain, spine-first, all-children:WIDTH, confidence:CUTOFF, cost:FILE, cost-clamped:FILE "
+        f"or static:FOLDER, got {f'{kind}:{value}' if value else kind!r}"
     )
 
 

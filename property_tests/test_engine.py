@@ -732,6 +732,11 @@ def test_drafting_needs_a_drafter(mode):
     "options, error, message",
     [
         ({"drafter": 3}, TypeError, r"drafter must be callable .*, got int"),
+        (
+            {"drafter": NgramDrafter},
+            TypeError,
+            r"must be a drafter, got the class NgramDrafter: pass NgramDrafter",
+        ),
         ({"depth": -1}, ValueError, r"depth must be in 0 … \d+, got -1"),
         ({"budget": -1}, ValueError, r"budget must be in 0 … \d+, got -1"),
         ({"topk": 0}, ValueError, r"topk must be in 1 … 50 \(the vocabulary size\), got 0"),

@@ -34,6 +34,7 @@ from ddtree.analysis.benchmarks.peers import peers_for
 from ddtree.analysis.benchmarks.timing import DeviceTimer, time_on_host
 from ddtree.analysis.environment import commit, devices, kernel_sources_hash, versions
 from ddtree.analysis.margins import BOUNDS, HeldWeights, first_differences
+from ddtree.analysis.outputs import make_folder
 from ddtree.arrays import array_namespace
 from ddtree.backends import BACKENDS, get_backend
 from ddtree.costs import CostModel, fit_cost_model, measure_passes
@@ -762,6 +763,7 @@ def main(
 
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 140)
     status = Console(stderr=True).status("")
+    make_folder(output)
     try:
         with status:
             report = measure(

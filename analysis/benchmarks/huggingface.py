@@ -286,6 +286,8 @@ def _parts(decoder: DDTreeDecoder, prompt: Any, new_tokens: int) -> tuple[float,
     finally:
         model.forward, decoder.drafter = forward, draft
     torch.cuda.synchronize()
+    if len(events) < 10:
+        raise ValueError(f"new_tokens must be enough for more rounds than are left out, got {new_tokens}")
     between = [1e3 * first.elapsed_time(second) for first, second in pairwise(events)]
     # the first forward is the prompt's, and the next rounds are captured
     within, outside, drafts = (
@@ -302,7 +304,12 @@ def _parts(decoder: DDTreeDecoder, prompt: Any, new_tokens: int) -> tuple[float,
 @click.option("--cache", default="dynamic", show_default=True, type=click.Choice(["dynamic", "static"]))
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 def main(budget: int, threads: int, cache: str, device: str) -> None:
-    """Measure models of several sizes and print a table."""
+    """Measure what decoding costs outside of a model's forward, for random models of several sizes.
+
+    On the CPU Llama models of 0.1, 16 and 134 M parameters: milliseconds a pass inside and outside of the forward,
+    which is drafting, trees, masks, acceptance and the cache. On a GPU DeepSeek-V3 models of 8 M and 0.7 B parameters,
+    beside transformers' generate: microseconds a round. It takes half a minute on a CPU, some minutes on a GPU.
+    """
     try:
         import torch
         import transformers  # noqa: F401 - of which the models are

@@ -70,7 +70,8 @@ def numbers(least: int, most: int) -> Callable[[Any, Any, str | None], tuple[int
     default=("tree", "chain"),
     show_default=True,
     metavar="KIND",
-    help="tree, chain, spine-first, all-children:WIDTH, confidence:CUTOFF, cost:FILE, static:TRACE. Several times.",
+    help="tree, chain, spine-first, all-children:WIDTH, confidence:CUTOFF, cost:FILE, cost-clamped:FILE, static:TRACE. "
+    "Several times.",
 )
 @click.option("--max-new-tokens", type=click.IntRange(1), help="Replay the first N of each prompt.", metavar="N")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes.")
@@ -90,7 +91,8 @@ def sweep(
     to DIR/cells, so that a sweep that was interrupted, or is widened, computes only what is missing.
 
     cost:FILE is cost-aware trees under measured latencies: FILE is the JSON that ddtree.costs.CostModel.save writes.
-    Time passes of your target with ddtree.costs.measure_passes, and make a model of them with fit_cost_model.
+    Time passes of your target with ddtree.costs.measure_passes, and make a model of them with fit_cost_model. At
+    contexts that were not measured, cost-clamped:FILE takes the nearest costs, and cost:FILE fails.
 
     static:TRACE is one tree for all rounds, fitted to what that TRACE accepts. Where it is the one that is replayed, τ
     is in-sample, and flattered: fit on other prompts.

@@ -100,6 +100,8 @@ class Engine:
             raise TypeError(f"target must have the methods of ddtree.protocols.Target, got {type(target).__name__}")
         self.target = target
         self.vocab_size = integer("target.vocab_size", target.vocab_size, 1, INT32_MAX)
+        if isinstance(drafter, type):
+            raise TypeError(f"drafter must be a drafter, got the class {drafter.__name__}: pass {drafter.__name__}(…)")
         if drafter is not None and not callable(drafter):
             raise TypeError(f"drafter must be callable as (context, depth, topk), got {type(drafter).__name__}")
         # a smaller vocabulary may be the same one, which models pad to a rounder size

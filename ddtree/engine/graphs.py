@@ -17,20 +17,31 @@ __all__ = ["Inputs", "Readback", "Readbacks", "Repeated", "captured", "free_pool
 
 _POOLS: deque[tuple[Any, Any]] = deque()
 """Memory pools of graphs that are gone, and their devices; arrays that were made in them may still be there."""
+_CAPTURES: list[None] = []
+"""One for each that is under way, in any thread: what lists do is done at once."""
 
 
 def free_pools() -> None:
     """Give back the memory of graphs that are gone; what arrays still hold of it, when it is called after them.
 
     CuPy leaves the free blocks of a pool that goes away to nobody. That a graph is gone may turn out anywhere, in a
-    collection of garbage, and to free memory waits for the GPU: hence the pools stay until this is called.
+    collection of garbage, and to free memory waits for the GPU: hence the pools stay until this is called. While
+    something is captured it does nothing.
     """
-    for _ in range(len(_POOLS)):
-        pool, device = _POOLS.popleft()
-        with device:
-            pool.free_all_blocks()
-            if pool.total_bytes():
-                _POOLS.append((pool, device))
+    kept = []
+    try:
+        while _POOLS and not _CAPTURES:
+            try:
+                kept.append(_POOLS.popleft())
+            except IndexError:  # another thread was faster
+                break
+            pool, device = kept[-1]
+            with device:
+                pool.free_all_blocks()
+                if not pool.total_bytes():
+                    kept.pop()
+    finally:
+        _POOLS.extend(kept)
 
 
 def captured(xp: Any, work: Callable[[], None]) -> Callable[..., None]:
@@ -52,23 +63,34 @@ def captured(xp: Any, work: Callable[[], None]) -> Callable[..., None]:
     free_pools()
     pool, stream = xp.cuda.MemoryPool(), xp.cuda.Stream(non_blocking=True)
     of_pool = pool, xp.cuda.Device()
-    with stream, xp.cuda.using_allocator(pool.malloc):
-        stream.begin_capture()
-        try:
-            work()
-        except BaseException:
-            _POOLS.append(of_pool)
-            with contextlib.suppress(xp.cuda.runtime.CUDARuntimeError):
-                stream.end_capture()  # which may say that the capture is void: the first error says why
-            raise
-        graph = stream.end_capture()
-    graph.upload(xp.cuda.get_current_stream())
+    try:
+        graph = _capture(xp, work, pool, stream)
+        graph.upload(xp.cuda.get_current_stream())
+    except BaseException:
+        _POOLS.append(of_pool)
+        raise
 
     def replay(stream: Any = None) -> None:
         graph.launch(stream)
 
     weakref.finalize(replay, _POOLS.append, of_pool).atexit = False
     return replay
+
+
+def _capture(xp: Any, work: Callable[[], None], pool: Any, stream: Any) -> Any:
+    with stream, xp.cuda.using_allocator(pool.malloc):
+        _CAPTURES.append(None)
+        try:
+            stream.begin_capture()
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(xp.cuda.runtime.CUDARuntimeError):
+                    stream.end_capture()  # which may say that the capture is void: the first error says why
+                raise
+            return stream.end_capture()
+        finally:
+            _CAPTURES.pop()
 
 
 class Repeated:

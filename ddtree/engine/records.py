@@ -22,9 +22,9 @@ RESIDENT_STAGES = ("prefill", "rounds")
 """Those of resident rounds, whose parts the host does not see."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Round:
-    """One round of the requests that were still running, on the host.
+    """One round of the requests that were still running, on the host. Like its arrays, it is equal to itself alone.
 
     Attributes
     ----------

@@ -128,6 +128,12 @@ class RoundLoop(Repeated):
         self.readbacks = Readbacks(xp)
         self.passes: OrderedDict[tuple[int, int], PromptPass] = OrderedDict()
 
+    def close(self) -> None:
+        """Let go of what is captured: the passes know their loop, and would wait with it for the garbage collector."""
+        for work in (self, *self.passes.values()):
+            work.replay = None
+        self.passes.clear()
+
     def has_room(self, pages: Pages) -> bool:
         """Whether all of a run's pages are there, and places for those of its longest request."""
         return bool(self.pages >= pages.count and self.width_in_pages >= pages.table.shape[1])
@@ -248,15 +254,13 @@ class RoundLoops:
 
     def shrink(self, count: int) -> None:
         """Let go of those that were not used for longest, until there are at most ``count``."""
-        if len(self._loops) > count:
-            while len(self._loops) > count:
-                self._loops.popitem(last=False)
-            free_pools()
+        while len(self._loops) > count:
+            self._loops.popitem(last=False)[1].close()
+        free_pools()
 
     def clear(self) -> None:
         """Let go of all loops, their caches and their graphs."""
-        self._loops.clear()
-        free_pools()
+        self.shrink(0)
 
 
 class Flight(NamedTuple):
@@ -302,7 +306,9 @@ class ResidentRun(Run):
             if self.engine.cache_rows is not None:
                 count = max(pages.count, min(count, self.engine.cache_rows // self.engine.page_size))
             size, xp = loop.like.nbytes // loop.pages * count, loop.xp
+            loop.close()
             loop = None  # its cache goes first
+            free_pools()
             if xp is not np and size > free_bytes(xp) // 2:  # passes need room too
                 count = pages.count
             loop = self.new_loop(target, pages, count, width)
@@ -337,8 +343,11 @@ class ResidentRun(Run):
         finally:
             if self.flight:
                 self.flight[-1].readback.wait()
-            if len(self.committed) and not self.torn:
-                self.engine.loops.keep(self.key, self.loop)
+            if len(self.committed):
+                if self.torn:
+                    self.loop.close()
+                else:
+                    self.engine.loops.keep(self.key, self.loop)
             self.forget()
 
     @contextlib.contextmanager

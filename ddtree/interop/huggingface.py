@@ -84,6 +84,9 @@ class DDTreeDecoder(Engine):
         cache: str | Callable[[int], Any] = "dynamic",
         **options: Any,
     ) -> None:
+        for option in options:
+            if option not in inspect.signature(Engine).parameters:
+                raise TypeError(f"DDTreeDecoder() takes no argument {option!r}")
         super().__init__(HuggingFaceTarget(model, cache=cache), drafter, **options)
 
     def generate(
@@ -116,8 +119,8 @@ class DDTreeDecoder(Engine):
             Its ``put`` is given the prompt (1, n), then the tokens (k,) that each round commits; ``end`` is called at
             the end, after an error too. For one prompt.
         **options
-            ``temperature``, ``top_p``, ``seed``, ``mode``, ``request_ids``, ``on_round`` and ``on_emission`` of
-            :meth:`ddtree.engine.Engine.generate`.
+            ``temperature``, ``top_p``, ``seed``, ``mode``, ``request_ids``, ``on_round``, ``on_emission`` and
+            ``keep_rounds`` of :meth:`ddtree.engine.Engine.generate`.
 
         Returns
         -------

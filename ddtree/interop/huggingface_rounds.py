@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceRun", "FetchedRound"]
 
-MASK_VIEWS = 64
-"""Of a mask, that are made at once: each is of another number of columns."""
+MASK_VIEWS, MOST_VIEWS = 64, 512
+"""Of a mask, that are made at once, and that are kept: each is of another number of columns."""
 
 
 class DeviceRun(HostRun):
@@ -301,8 +301,8 @@ class _Batch:
         self._wait()
         self._end_round()
         self._build = self._accept = self._draft = None  # type: ignore[assignment]
-        free_pools()
         del self.run
+        free_pools()
 
     def _end_round(self) -> None:
         """Do what a round has left to be done while the GPU works for the next."""
@@ -376,31 +376,32 @@ class _Batch:
         return self._arguments
 
     def _mask_views(self, widths: list[int]) -> Any:
-        views = [
-            held[columns] if columns in held else self._mask_view(mask, columns)
-            for mask, columns, held in zip(self._masks, widths, self._views, strict=True)
-        ]
-        if len(views) == 1:
-            return views[0]
-        return {kind.name: view for kind, view in zip(self.cache.mask_kinds, views, strict=True)}
+        for i, columns in enumerate(widths):
+            if columns not in self._views[i]:
+                self._add_views(i, [columns])
+        if len(widths) == 1:
+            return self._views[0][widths[0]]
+        return {kind.name: self._views[i][widths[i]] for i, kind in enumerate(self.cache.mask_kinds)}
 
-    def _mask_view(self, mask: Any, columns: int) -> Any:
-        B, N = self.shape
-        return mask.as_strided((B, 1, N, columns), (N * columns, N * columns, columns, 1))
+    def _add_views(self, mask: int, widths: Sequence[int]) -> None:
+        (B, N), buffer, views = self.shape, self._masks[mask], self._views[mask]
+        if len(views) > MOST_VIEWS:
+            views.clear()
+        for columns in widths:
+            views[columns] = buffer.as_strided((B, 1, N, columns), (N * columns, N * columns, columns, 1))
 
     def _make_views(self) -> None:
         """Make the views of masks that rounds to come will want, many at once, since one by one they take far longer.
 
-        A round's masks are wider than the last one's by as many columns as that emitted tokens, of the longest request
-        at the most; those of static caches stay as they are.
+        A round's masks are wider than the last one's by as many columns as the longest request emitted tokens, less the
+        rows that have left all windows; those of static caches stay as they are.
         """
         if self.cache.static is not None:
             return
         most = self.cache.most_columns
-        for i, (mask, columns) in enumerate(zip(self._masks, self._columns, strict=True)):
+        for i, columns in enumerate(self._columns):
             if min(columns + self._most_emitted, most) not in self._views[i]:
-                widths = range(columns, min(columns + max(MASK_VIEWS, self._most_emitted), most) + 1)
-                self._views[i] = {width: self._mask_view(mask, width) for width in widths}
+                self._add_views(i, range(columns + 1, min(columns + max(MASK_VIEWS, self._most_emitted), most) + 1))
 
     def _build_trees(self) -> None:
         run, kernels, target = self.run, self.cache.kernels, self.run.target

@@ -39,7 +39,8 @@ class Array:
         self.memory = CUDA.alloc(size) if memptr is None else memptr
         if strides is not None:
             size = max(size, sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + np.dtype(dtype).itemsize)
-        held = (ctypes.c_char * size).from_address(self.memory.ptr)
+        held: Any = (ctypes.c_char * size).from_address(self.memory.ptr)
+        held.memory = self.memory  # which whoever looks at it keeps
         self.host = np.ndarray(shape, dtype, held, 0, strides)
 
     @classmethod

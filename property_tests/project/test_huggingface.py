@@ -732,3 +732,8 @@ def test_the_benchmark_on_a_gpu_says_if_there_is_none(monkeypatch):
     result = CliRunner().invoke(main, ["--device", "cuda"])
     assert result.exit_code == 1
     assert result.output == "Error: torch finds no GPU: leave out --device cuda\n"
+
+
+def test_an_unknown_option_of_the_decoder_is_named():
+    with pytest.raises(TypeError, match=r"^DDTreeDecoder\(\) takes no argument 'dept'$"):
+        DDTreeDecoder(model_of("llama"), NgramDrafter(), dept=4)

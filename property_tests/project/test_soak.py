@@ -166,6 +166,16 @@ def test_memory_that_graphs_which_are_gone_leave_to_an_allocator_is_no_growth():
     assert not fit_growth(rounds, [mib + 20 * r / 20_000 for mib, r in zip(kept, rounds, strict=True)], graphs).held
 
 
+@pytest.mark.parametrize("leak", [0, 30, 90])
+def test_memory_that_goes_with_graphs_hides_no_growth(leak):
+    rounds = list(range(0, 20_000, 100))
+    graphs = [round(200 * min(1, r / 8_000) - 100 * max(0, r - 10_000) / 10_000) for r in rounds]  # rise, then fall
+    memory = [400 + 0.7 * n + leak * r / 20_000 for n, r in zip(graphs, rounds, strict=True)]
+    for noise in (0.0, 1.0):
+        noisy = (np.array(memory) + np.random.default_rng(0).normal(0, noise, len(memory))).tolist()
+        assert fit_growth(rounds, noisy, graphs).held is (leak == 0)
+
+
 def test_graphs_that_rise_with_the_rounds_leave_nothing_to_judge():
     rounds = list(range(0, 20_000, 100))
     for memory in ([1000.0] * 200, [400.0 + r / 100 for r in rounds]):

@@ -657,3 +657,10 @@ def test_sweep_command_says_in_a_line_what_is_wrong(run, traces, words, message)
     assert result.exit_code in (1, 2)
     assert re.search(message, " ".join(result.output.split()))
     assert not (Path("out") / "sweep.csv").exists()
+
+
+def test_costs_may_be_clamped(tmp_path):
+    COSTS.save(tmp_path / "costs.json")
+    (plain,) = policy_grid([f"cost:{tmp_path / 'costs.json'}"], [8], depth=4).values()
+    (clamped,) = policy_grid([f"cost-clamped:{tmp_path / 'costs.json'}"], [8], depth=4).values()
+    assert [getattr(policy, "clamp", None) for policy in (*plain, *clamped)] == [False, True]
