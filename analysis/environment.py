@@ -145,10 +145,15 @@ def gpu_timings() -> list[str]:
     lines = []
     results = importlib.resources.files("ddtree.analysis.benchmarks") / "results"
     for folder in sorted(results.iterdir(), key=lambda f: f.name) if results.is_dir() else ():
-        report = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
-        gpu = next(line for line in report["machine"]["devices"] if line.startswith("GPU")).partition(": ")[2]
-        held = _still_holds(report["backend"], report["machine"]["sources_sha256"])
-        lines.append(f"{report['backend']}: timed beside its peers on {gpu.partition(',')[0]}; {held}")
+        for name, what in (("bench.json", "timed beside its peers"), ("decoding.json", "decoded beside transformers")):
+            if not (folder / name).is_file():
+                continue
+            report = json.loads((folder / name).read_text(encoding="utf-8"))
+            machine = report["machine"]
+            backend = report.get("backend", machine.get("backend"))
+            gpu = next(line for line in machine["devices"] if line.startswith("GPU")).partition(": ")[2]
+            held = _still_holds(backend, machine["sources_sha256"])
+            lines.append(f"{backend}: {what} on {gpu.partition(',')[0]}; {held}")
     return lines
 
 

@@ -791,7 +791,9 @@ def table_of(record: Record) -> Table:
         why = (
             f"of {line['level']:,.0f} MiB; {line['allowed']:.0f} MiB are allowed"
             if line["judged"]
-            else "too few runs to judge by, or graphs still grew in number: pass more --rounds"
+            else f"{record.memory[name][-1]:,.0f} MiB at the end; "
+            + ("too few runs to judge by" if len(record.memory[name]) < JUDGED_SAMPLES else "not to be judged yet")
+            + ": pass more --rounds"
         )
         table.add_row(f"memory, {name}", grown, why)
     for tool, told in record.sanitizer.items():

@@ -12,6 +12,7 @@ compared by what a round gives: new tokens but the prefill's over the time of th
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import importlib
 import importlib.util
@@ -466,6 +467,7 @@ def measure(
     sizes = sizes or Sizes()
     machine: dict[str, Any] = {"devices": devices(), "versions": {k: v for k, v in versions().items() if v}}
     machine |= {"commit": commit(), "backend": backend, "cores": os.cpu_count()}
+    machine["date"] = datetime.date.today().isoformat()
     if importlib.util.find_spec("transformers") is not None:
         machine["versions"]["transformers"] = importlib.import_module("importlib.metadata").version("transformers")
     if backend in BACKENDS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -19,6 +20,8 @@ __all__ = ["Target", "tables_of", "targets", "write_report"]
 
 BESIDE_TRANSFORMERS = {"8 M": 25.0, "0.7 B": 20.0}
 TREE_SPEEDUP, BATCH_SPEEDUP, ROUND_US = 5.0, 20.0, 40.0
+ROUND_PARTS = {"ddtree": "ddtree, a whole round of an engine", "published loop": "published loop, its work on the host"}
+"""What times of a round without a model are of."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,10 @@ def page(report: Report) -> str:
     lines = [
         "# Decoding beside transformers",
         "",
-        f"{'; '.join(machine['devices'])}. Random weights, greedy, prompts of {sizes['prompt']} tokens; medians of "
-        f"{sizes['repeats']} calls, prefill included but under “of rounds alone”. The oracle knows what comes: its "
-        "speed-up is the mechanism's, not a drafter's.",
+        f"{'; '.join(machine['devices'])}.{_when(machine)} "
+        f"Random weights, greedy, prompts of {sizes['prompt']} tokens; medians of {sizes['repeats']} calls, prefill "
+        "included but under “of rounds alone”. The oracle knows what comes: its speed-up is the mechanism's, not a "
+        "drafter's.",
         "",
         f"Compared with autoregressive tokens: {report.compared:,} requests. {len(report.differences):,} differ, first "
         f"at a tie; {report.unexamined:,} others differ and were not recomputed; {len(report.faults):,} faults.",
@@ -125,6 +129,13 @@ def page(report: Report) -> str:
     lines += [f"* left out: {line}" for line in report.left_out]
     lines += [f"* fault: {line.splitlines()[0]}" for line in report.faults]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _when(machine: dict[str, Any]) -> str:
+    """When it was measured, and with which kernels, as far as that is on record."""
+    date, sources = (machine.get(key, "") for key in ("date", "sources_sha256"))
+    told = [date, sources and f"sources of the kernels {sources[:8]}…"]
+    return f" Measured: {', '.join(filter(None, told))}." if any(told) else ""
 
 
 Part = tuple[str, list[str], list[list[str]]]
@@ -151,7 +162,7 @@ def _parts(report: Report) -> Iterator[Part]:
             ]
             yield f"{model}, {dtype}", header, rows
     if report.round_us:
-        cells = [[who, f"{us:,.1f}"] for who, us in report.round_us.items()]
+        cells = [[ROUND_PARTS.get(who, who), f"{us:,.1f}"] for who, us in report.round_us.items()]
         yield "A round without model and drafter, 64 nodes, one request", ["", "µs"], cells
     for p in filter(lambda p: p["nodes"], report.passes):
         nodes, contexts, seconds = median_passes(p)

@@ -314,7 +314,7 @@ def main(budget: int, threads: int, cache: str, device: str) -> None:
         import torch
         import transformers  # noqa: F401 - of which the models are
     except ImportError as error:
-        raise click.ClickException(f"{error}: pip install torch transformers") from error
+        raise click.ClickException(f"{error}: pip install 'ddtree[huggingface]'") from error
     from rich.console import Console
     from rich.table import Table
 
