@@ -35,6 +35,7 @@ __all__ = [
     "import_array",
     "stream_of",
     "to_numpy",
+    "torchs_handle",
     "torchs_stream",
     "use_stream_of",
     "wait_for",
@@ -153,11 +154,11 @@ def current_stream(array: Any) -> int | None:
     if device.type != "cuda":
         return None
     if array_kind(array) == "torch":
-        return _torchs_stream(device.number)
+        return torchs_handle(device.number)
     return int(_cupy().cuda.get_current_stream(device.number).ptr)
 
 
-def _torchs_stream(number: int) -> int:
+def torchs_handle(number: int) -> int:
     """What ``torch.cuda.current_stream(number).cuda_stream`` is, without the objects around it."""
     handle: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(number)
     return handle
@@ -319,7 +320,7 @@ def stream_of(array: Any) -> Any:
 
 def torchs_stream(number: int) -> Any:
     """Return the CUDA stream that torch works on now, on a device of that number, as CuPy has it."""
-    return _stream(_torchs_stream(number), number)
+    return _stream(torchs_handle(number), number)
 
 
 def wait_for(array: Any) -> None:

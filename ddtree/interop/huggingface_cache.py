@@ -114,6 +114,8 @@ class ModelCache:
         :mod:`ddtree.kernels.cupy`.
     mask_kinds : list of LayerKind
         Those that have a mask of their own.
+    moves : list of int
+        One number, which is another whenever a layer's memory is.
 
     Raises
     ------
@@ -127,10 +129,10 @@ class ModelCache:
         self.rows = rows
         self.mask_kinds = list(dict.fromkeys(kinds))
         self.static, self._places = _adopt(past, kinds, rows)
+        self.moves = self._places[0].moves
         self.dropped = 0  # rows that the windowed layers no longer hold
         self._window = max((kind.window for kind in kinds if kind.window is not None), default=None)
         self._counts: Any = None  # of static layers, all of them
-        self._selections = 0
         self._table: tuple[Any, Any] = None, None  # what it was made of, and the table itself
         self._host_like = like.new_empty(0, device="cpu")
         self._xp = array_namespace(import_array(like))
@@ -155,18 +157,15 @@ class ModelCache:
         tree_rows = self._xp.full(len(view.host_prefix_lens), view.tree_row, np.int32)
         self.kernels.compact_layers(self.table(), view.prefix_lens, tree_rows, acceptance)
 
-    @property
-    def moves(self) -> int:
-        """Something else whenever a layer's memory is another."""
-        full, windowed = self._places
-        return int(self._selections + full.moves + windowed.moves)
-
     def table(self) -> Any:
         """Return what ``compact_layers`` takes; the same one as long as the layers are where they were."""
-        if self._table[0] != self.moves:
+        if self._table[0] != self.moves[0]:
             parts = [(t, getattr(layer, "base", 0)) for layer, _ in self._layers() for t in _storage(layer)]
             make = importlib.import_module(f"{self.kernels.__name__}.compact_layers").layer_table
-            self._table = self.moves, make([import_array(tensor) for tensor, _ in parts], [base for _, base in parts])
+            self._table = (
+                self.moves[0],
+                make([import_array(tensor) for tensor, _ in parts], [base for _, base in parts]),
+            )
         return self._table[1]
 
     def release(self, request: int) -> None:
@@ -222,7 +221,7 @@ class ModelCache:
                 layer.select(index)
             else:
                 layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
-        self._selections += 1
+        self.moves[0] += 1
 
     def _crop(self, rows: int, shortest: int) -> None:
         """Keep the first ``rows`` rows, less those that no position from ``shortest`` on has in its window."""
@@ -292,7 +291,8 @@ def _adopt(cache: Any, kinds: list[LayerKind], rows: int) -> tuple[int | None, t
         layer.keys is not None and int(layer.get_seq_length()) for layer in cache.layers if type(layer) is not dummy
     ):
         raise ValueError(f"cache must be empty, got a {name} in use: make a new one in each call")
-    full, windowed = places = Place(), Place()
+    moves = [0]
+    full, windowed = places = Place(moves), Place(moves)
     if classes == {cache_utils.DynamicLayer}:
         layers = [RowsLayer(full if kind.window is None else windowed, rows) for kind in kinds]
         if made is None:

@@ -20,13 +20,13 @@ class Place:
         Rows of the sequence that are held.
     first : int
         The first row that a pass is shown.
-    moves : int
-        How often a layer's memory has been another.
+    moves : list of int
+        One number, how often a layer's memory has been another: of all places of a cache.
     """
 
+    moves: list[int]
     rows: int = 0
     first: int = 0
-    moves: int = 0
 
 
 class RowsLayer(DynamicLayer):  # type: ignore[misc]
@@ -77,7 +77,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[misc]
         assert self.storage is not None
         keys, values = self.storage
         self.storage = keys.index_select(0, batch_rows), values.index_select(0, batch_rows)
-        self.place.moves += 1
+        self.place.moves[0] += 1
 
     def _longer(self, key_states: Any, value_states: Any, end: int) -> tuple[Any, Any]:
         """Make the storage twice as long as it must be for rows up to ``end``, and keep what is shown."""
@@ -90,5 +90,5 @@ class RowsLayer(DynamicLayer):  # type: ignore[misc]
             for new, before in zip((keys, values), self.storage, strict=True):
                 new.narrow(2, 0, rows - first).copy_(before.narrow(2, first - self.base, rows - first))
         self.storage, self.base = (keys, values), first
-        self.place.moves += 1
+        self.place.moves[0] += 1
         return keys, values

@@ -27,6 +27,7 @@ from ddtree.arrays import (
     device_of,
     export_array,
     import_array,
+    torchs_handle,
     torchs_stream,
     use_stream_of,
 )
@@ -57,10 +58,9 @@ class DeviceRun(HostRun):
     cache: ModelCache
     _batch: _Batch | None = None
 
-    @property
-    def target(self) -> HuggingFaceTarget:
-        """The model."""
-        return self.engine.target  # type: ignore[return-value]
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.target: HuggingFaceTarget = self.engine.target  # type: ignore[assignment]
 
     def close(self) -> None:
         """Give back what the last batch holds."""
@@ -255,7 +255,7 @@ class _Batch:
         B, N, kinds, self._most_emitted = len(self.requests), 1 + budget, len(cache.mask_kinds), 1 + depth
         self.shape = (B, N)
         self.device = device_of(cache.like).number
-        self.stream: Any = None  # of this round
+        self._handle, self.stream = -1, None  # of this round
         self.ops = {op: serving(op, like) for op in ("build_tree", "tree_positions", "choose_tokens", "accept_tree")}
         self.keys = xp.asarray(run.keys[self.requests])
 
@@ -363,7 +363,9 @@ class _Batch:
 
     def build(self, roots: list[int], prefix_lens: list[int], remaining: list[int], tree_row: int) -> dict[str, Any]:
         """Build the trees, and return what the model is given."""
-        self.stream = torchs_stream(self.device)
+        handle = torchs_handle(self.device)
+        if handle != self._handle:
+            self._handle, self.stream = handle, torchs_stream(self.device)
         geometry = self.cache.geometry(self.shape[1], tree_row)
         rows = [tree_row] * len(roots)
         self._packed.pack_into(self._state.host, 0, *roots, *prefix_lens, *remaining, *rows, *geometry, *self._at)
@@ -427,9 +429,9 @@ class _Batch:
 
     def accept(self, logits: Any, width: int) -> Round:
         """Choose, accept, compact and have the host read it; return the round, of a draft of ``width`` candidates."""
-        if self._moves != self.cache.moves:  # the layers are elsewhere: a graph of them is no longer one
+        if self._moves != self.cache.moves[0]:  # the layers are elsewhere: a graph of them is no longer one
             with self.run.on_its_stream():
-                self._moves, self._table = self.cache.moves, self.cache.table()
+                self._moves, self._table = self.cache.moves[0], self.cache.table()
             self._accept = Repeated(self.run.xp)
         if self._logits is None:
             wanted = (*self.shape, self.run.engine.vocab_size)
