@@ -7,7 +7,16 @@ from pathlib import Path
 
 import click
 
-__all__ = ["make_folder"]
+__all__ = ["CannotWrite", "make_folder"]
+
+
+class CannotWrite(click.ClickException):
+    """What was to be written cannot be."""
+
+    exit_code = 2
+
+    def __init__(self, path: Path, error: OSError, option: str = "--output") -> None:
+        super().__init__(f"{path} cannot be written ({error.strerror}): choose another with {option}")
 
 
 def make_folder(folder: Path | None, option: str = "--output") -> None:
@@ -15,8 +24,8 @@ def make_folder(folder: Path | None, option: str = "--output") -> None:
 
     Raises
     ------
-    click.UsageError
-        It cannot be written: the folder, why, and the option that names it.
+    CannotWrite
+        The folder, why, and the option that names it.
     """
     if folder is None:
         return
@@ -24,6 +33,4 @@ def make_folder(folder: Path | None, option: str = "--output") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise click.UsageError(
-            f"{folder} cannot be written ({error.strerror}): choose another with {option}"
-        ) from error
+        raise CannotWrite(folder, error, option) from error

@@ -56,7 +56,7 @@ class CostModel:
     [2.0, 2.0, 2.5]
     >>> costs.seconds(8, 2000)
     Traceback (most recent call last):
-    ValueError: context must be within what was measured, 0 … 1000, got 2000: pass clamp=True, cost-clamped in a sweep
+    ValueError: context must be within what was measured, 0 … 1000, got 2000: measure there, or pass clamp=True
     """
 
     nodes: NDArray[np.int64]
@@ -115,7 +115,7 @@ class CostModel:
             if np.isnan(values).any() or (outside.any() and not clamp):
                 raise ValueError(
                     f"{name} must be within what was measured, {known[0]} … {known[-1]}, "
-                    f"got {values[outside].flat[0]:g}: pass clamp=True, cost-clamped in a sweep"
+                    f"got {values[outside].flat[0]:g}: measure there, or pass clamp=True"
                 )
         low, weight = self.place(c)
         at = np.interp(n, self.nodes, np.arange(len(self.nodes)))

@@ -35,6 +35,7 @@ def bench(backend: str | None, ops: str | None, repeats: int, compiled: bool, ou
     from ddtree.analysis.benchmarks.bench import NotEqualError, measure
     from ddtree.analysis.benchmarks.grid import EVERY_CASE, cases_for
     from ddtree.analysis.benchmarks.report import caption, left_out, tables_of, write_report
+    from ddtree.analysis.outputs import make_folder
     from ddtree.backends import BACKENDS
 
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 160)
@@ -52,8 +53,7 @@ def bench(backend: str | None, ops: str | None, repeats: int, compiled: bool, ou
         timed = ", ".join(dict.fromkeys(op for case in EVERY_CASE for op in case.ops))
         raise CannotRun(f"no case can be timed of {', '.join(only) or ', '.join(available)}; these are: {timed}")
     _agree(console, found, tuple(dict.fromkeys(op for case in cases for op in case.ops if op in found.ops)))
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)  # before the work, not after
+    make_folder(output)
     with console.status("") as status:
         try:
             report = measure(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +21,6 @@ _WRITTEN = (
     "tau_by_budget.png", "tau_by_budget_synthetic.png",
     "acceptance_by_depth.png", "acceptance_by_depth_synthetic.png",
 )  # fmt: skip
-
-
-class _NoFolder(click.ClickException):
-    exit_code = 2
 
 
 @click.command()
@@ -75,16 +70,16 @@ def demo(output: Path, quick: bool) -> None:
 
 def _check_writable(folder: Path) -> None:
     """Make the folder and a file in it, and see that what will be replaced can be, before any work."""
+    from ddtree.analysis.outputs import CannotWrite, make_folder
     from ddtree.kdtr import check_regular
 
-    path = folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-        for path in filter(Path.exists, (folder / name for name in _WRITTEN)):
-            check_regular(path)
-    except OSError as error:
-        raise _NoFolder(f"{path} cannot be written ({error.strerror}): choose another with --output") from error
+    make_folder(folder)
+    for path in (folder / name for name in _WRITTEN):
+        try:
+            if path.exists():
+                check_regular(path)
+        except OSError as error:
+            raise CannotWrite(path, error) from error
 
 
 def _run(console: Console, settings: Settings) -> dict[str, Findings]:

@@ -7,7 +7,6 @@ import csv
 import io
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,13 +106,10 @@ def _is_file(output: Path) -> bool:
 @contextmanager
 def _writable(outputs: tuple[Path, ...]) -> Iterator[None]:
     """See that outputs can be written before any work is done, and say it in one line where they cannot."""
+    from ddtree.analysis.outputs import make_folder
+
     for path in outputs:
-        folder = path.parent if _is_file(path) else path
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise _CannotPlot(f"{folder} cannot be written ({error.strerror}): choose another with --output") from error
+        make_folder(path.parent if _is_file(path) else path)
     try:
         yield
     except OSError as error:

@@ -162,10 +162,8 @@ class ModelCache:
         if self._table[0] != self.moves[0]:
             parts = [(t, getattr(layer, "base", 0)) for layer, _ in self._layers() for t in _storage(layer)]
             make = importlib.import_module(f"{self.kernels.__name__}.compact_layers").layer_table
-            self._table = (
-                self.moves[0],
-                make([import_array(tensor) for tensor, _ in parts], [base for _, base in parts]),
-            )
+            table = make([import_array(tensor) for tensor, _ in parts], [base for _, base in parts])
+            self._table = self.moves[0], table
         return self._table[1]
 
     def release(self, request: int) -> None:

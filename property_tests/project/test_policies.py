@@ -398,7 +398,7 @@ def test_engine_refuses_what_is_no_policy(options, error, message):
 def test_cost_model_is_what_was_measured_and_nothing_beyond():
     assert COSTS.seconds([0, 2, 5, 8], 0).tolist() == [1.25, 1.25, 1.5, 1.75]
     assert COSTS.seconds(2, [0, 5, 10]).tolist() == [1.25, 1.375, 1.5]
-    with pytest.raises(ValueError, match=r"nodes must be within what was measured, 0 … 40, got 41: pass clamp=True"):
+    with pytest.raises(ValueError, match=r"nodes must be within what was measured, 0 … 40, got 41: measure there"):
         COSTS.seconds(41, 0)
     with pytest.raises(ValueError, match=r"context must be within what was measured, 0 … 100, got 101"):
         COSTS.seconds(0, 101)
