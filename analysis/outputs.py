@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
+
+from ddtree.kdtr import check_regular
 
 __all__ = ["CannotWrite", "make_folder"]
 
@@ -19,13 +22,15 @@ class CannotWrite(click.ClickException):
         super().__init__(f"{path} cannot be written ({error.strerror}): choose another with {option}")
 
 
-def make_folder(folder: Path | None, option: str = "--output") -> None:
-    """Make a folder, and see that a file can be written there, before the work whose results it is for.
+def make_folder(folder: Path | None, option: str = "--output", *, names: Iterable[str] = ()) -> None:
+    """Make a folder, and see that files can be written there, before the work whose results they are for.
+
+    Those of ``names`` that are there must be files, which will be replaced.
 
     Raises
     ------
     CannotWrite
-        The folder, why, and the option that names it.
+        The folder or file, why, and the option that names it.
     """
     if folder is None:
         return
@@ -34,3 +39,9 @@ def make_folder(folder: Path | None, option: str = "--output") -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise CannotWrite(folder, error, option) from error
+    for path in (folder / name for name in names):
+        try:
+            if path.exists():
+                check_regular(path)
+        except OSError as error:
+            raise CannotWrite(path, error, option) from error

@@ -849,7 +849,7 @@ def main(
     from ddtree.backends import BackendUnavailable
 
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
-    make_folder(output)
+    make_folder(output, names=("soak.json", "soak.svg"))
     if sanitize is not None:
         sanitizer_path()
     try:

@@ -752,6 +752,12 @@ def test_wrong_engine_option_is_named(options, error, message):
         Engine(ScriptedTarget([TEXT], 50), **options)
 
 
+def test_a_target_that_was_not_made_is_refused():
+    made_later: Any = ScriptedTarget
+    with pytest.raises(TypeError, match=r"target must be a target, got the class ScriptedTarget: pass ScriptedTarget"):
+        Engine(made_later)
+
+
 def draft(log_probs=((-1.0, -2.0),), token_ids=((1, 2),), dtype=np.float32, ids=np.int32):
     """A drafter that gives every request these depths."""
 

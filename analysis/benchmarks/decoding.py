@@ -765,7 +765,7 @@ def main(
 
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 140)
     status = Console(stderr=True).status("")
-    make_folder(output)
+    make_folder(output, names=("decoding.json", "decoding.md"))
     try:
         with status:
             report = measure(

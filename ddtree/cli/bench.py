@@ -53,7 +53,7 @@ def bench(backend: str | None, ops: str | None, repeats: int, compiled: bool, ou
         timed = ", ".join(dict.fromkeys(op for case in EVERY_CASE for op in case.ops))
         raise CannotRun(f"no case can be timed of {', '.join(only) or ', '.join(available)}; these are: {timed}")
     _agree(console, found, tuple(dict.fromkeys(op for case in cases for op in case.ops if op in found.ops)))
-    make_folder(output)
+    make_folder(output, names=("bench.json", "bench.md"))
     with console.status("") as status:
         try:
             report = measure(

@@ -38,7 +38,9 @@ def demo(output: Path, quick: bool) -> None:
 
     Exits with 1 if anything is not as expected, and with 2 if DIR cannot be written.
     """
-    _check_writable(output)
+    from ddtree.analysis.outputs import make_folder
+
+    make_folder(output, names=_WRITTEN)
     from rich.console import Console
 
     from ddtree.analysis.demo import FULL, QUICK
@@ -66,20 +68,6 @@ def demo(output: Path, quick: bool) -> None:
     if wrong:
         raise click.ClickException("\n  ".join([f"{len(wrong)} of {count} checks failed", *wrong]))
     console.print(f"All {count} checks are as expected.")
-
-
-def _check_writable(folder: Path) -> None:
-    """Make the folder and a file in it, and see that what will be replaced can be, before any work."""
-    from ddtree.analysis.outputs import CannotWrite, make_folder
-    from ddtree.kdtr import check_regular
-
-    make_folder(folder)
-    for path in (folder / name for name in _WRITTEN):
-        try:
-            if path.exists():
-                check_regular(path)
-        except OSError as error:
-            raise CannotWrite(path, error) from error
 
 
 def _run(console: Console, settings: Settings) -> dict[str, Findings]:

@@ -103,13 +103,18 @@ def sweep(
     from rich.console import Console
 
     from ddtree.analysis.figures import plot_sweep
+    from ddtree.analysis.outputs import make_folder
     from ddtree.analysis.sweep import policy_grid, write_sweep
     from ddtree.analysis.sweep import sweep as run_sweep
     from ddtree.analysis.trace import open_trace, shipped_trace
 
     try:
         opened = [open_trace(path) for path in traces] or [shipped_trace()]
-        grid = policy_grid(policies, budgets, depths=depths, topks=topks, depth=opened[0].manifest.depth)
+        try:
+            grid = policy_grid(policies, budgets, depths=depths, topks=topks, depth=opened[0].manifest.depth)
+        except OSError as error:
+            raise CannotRun(f"--policy: {error.filename}: {error.strerror}") from error
+        make_folder(out, "--out", names=("sweep.csv", "sweep.json"))
         with _pool(jobs) as executor:
             table = run_sweep(opened, grid, executor, folder=out, max_new_tokens=max_new_tokens)
     except (ValueError, TypeError) as error:

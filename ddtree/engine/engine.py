@@ -96,6 +96,8 @@ class Engine:
         cache_rows: int | None = None,
         resident: bool | None = None,
     ) -> None:
+        if isinstance(target, type):
+            raise TypeError(f"target must be a target, got the class {target.__name__}: pass {target.__name__}(…)")
         if not callable(getattr(target, "forward", None)):
             raise TypeError(f"target must have the methods of ddtree.protocols.Target, got {type(target).__name__}")
         self.target = target

@@ -85,7 +85,7 @@ class DDTreeDecoder(Engine):
         **options: Any,
     ) -> None:
         for option in options:
-            if option not in inspect.signature(Engine).parameters:
+            if option not in inspect.signature(Engine).parameters or option == "target":
                 raise TypeError(f"DDTreeDecoder() takes no argument {option!r}")
         super().__init__(HuggingFaceTarget(model, cache=cache), drafter, **options)
 
