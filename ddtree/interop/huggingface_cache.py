@@ -131,7 +131,8 @@ class ModelCache:
         self.static, self._places = _adopt(past, kinds, rows)
         self.moves = self._places[0].moves
         self.dropped = 0  # rows that the windowed layers no longer hold
-        self._window = max((kind.window for kind in kinds if kind.window is not None), default=None)
+        windows = [kind.window for kind in kinds if kind.window is not None and self.static is None]
+        self._window = max(windows, default=None)
         self._counts: Any = None  # of static layers, all of them
         self._table: tuple[Any, Any] = None, None  # what it was made of, and the table itself
         self._host_like = like.new_empty(0, device="cpu")
@@ -140,17 +141,55 @@ class ModelCache:
 
     def view(self, requests: Sequence[int], prefix_lens: NDArray[np.int32], window: Any) -> CacheView:
         """The cache of ``requests`` alone, and of their prefixes alone."""
-        tree_row = self.arrange(list(requests), prefix_lens.tolist())
+        self.select(list(requests))
+        tree_row = self.crop(prefix_lens.tolist())
+        counts = self.counts()
+        if counts is not None:
+            counts.fill_(tree_row)
         return CacheView(self, self._xp.asarray(prefix_lens), prefix_lens, tree_row)
 
-    def arrange(self, requests: list[int], prefix_lens: list[int]) -> int:
-        """Keep ``requests`` alone, and their prefixes alone; return the row that every tree begins at."""
-        if self.requests != requests:
-            self._select([self.requests.index(request) for request in requests])
-            self.requests = list(requests)
-        tree_row = max(prefix_lens)
-        self._crop(tree_row, min(prefix_lens))
-        return tree_row
+    def select(self, requests: list[int]) -> None:
+        """Keep ``requests`` alone."""
+        if self.requests == requests:
+            return
+        import torch
+
+        index = torch.tensor([self.requests.index(request) for request in requests], device=self.like.device)
+        for layer, _ in self._layers():
+            if self.static is None:
+                layer.select(index)
+            else:
+                layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
+        self.moves[0] += 1
+        self.requests = list(requests)
+
+    def crop(self, prefix_lens: list[int]) -> int:
+        """Keep the requests' prefixes alone, in dynamic layers; return the row that every tree begins at.
+
+        Less those rows that no position from the shortest prefix on has in its window. Static layers are told by what
+        is written to their :meth:`counts`.
+        """
+        rows = max(prefix_lens)
+        if self._window is not None and rows > 0:
+            self.dropped = max(self.dropped, min(prefix_lens) - self._window + 1)
+        full, windowed = self._places
+        full.rows = windowed.rows = rows
+        windowed.first = self.dropped
+        return rows
+
+    def counts(self) -> Any:
+        """Return what says how many rows each static layer holds, to be written before a pass: one tensor of them all.
+
+        None for dynamic layers, and before there are any.
+        """
+        if self._counts is None and self.static is not None and (layers := self._layers()):
+            import torch
+
+            self._counts = torch.zeros(len(layers), dtype=layers[0][0].cumulative_length.dtype, device=self.like.device)
+            for i, (layer, _) in enumerate(layers):
+                layer.cumulative_length = self._counts[i]
+                torch._dynamo.mark_static_address(layer.cumulative_length)  # as the layer had it, for compiled models
+        return self._counts
 
     def compact(self, view: CacheView, acceptance: Acceptance) -> None:
         """Move the accepted rows of the pass over ``view`` up behind each prefix, in every layer, in place."""
@@ -209,42 +248,6 @@ class ModelCache:
         """Each layer that holds keys, and its kind; they are made in the first pass, where not before."""
         layers = zip(self.past.layers, self.kinds, strict=False)
         return [(layer, kind) for layer, kind in layers if layer.keys is not None]
-
-    def _select(self, batch_rows: list[int]) -> None:
-        import torch
-
-        index = torch.tensor(batch_rows, device=self.like.device)
-        for layer, _ in self._layers():
-            if self.static is None:
-                layer.select(index)
-            else:
-                layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
-        self.moves[0] += 1
-
-    def _crop(self, rows: int, shortest: int) -> None:
-        """Keep the first ``rows`` rows, less those that no position from ``shortest`` on has in its window."""
-        if self.static is not None:
-            self._count(rows)
-            return
-        if self._window is not None and rows > 0:
-            self.dropped = max(self.dropped, shortest - self._window + 1)
-        full, windowed = self._places
-        full.rows = windowed.rows = rows
-        windowed.first = self.dropped
-
-    def _count(self, rows: int) -> None:
-        """Tell static layers how many rows they hold, by one launch: their counts are made to lie side by side."""
-        layers = self._layers()
-        if not layers:
-            return
-        if self._counts is None:
-            import torch
-
-            self._counts = torch.zeros(len(layers), dtype=layers[0][0].cumulative_length.dtype, device=self.like.device)
-            for i, (layer, _) in enumerate(layers):
-                layer.cumulative_length = self._counts[i]
-                torch._dynamo.mark_static_address(layer.cumulative_length)  # as the layer had it, for compiled models
-        self._counts.fill_(rows)
 
 
 def _storage(layer: Any) -> tuple[Any, Any]:

@@ -79,7 +79,7 @@ class DeviceRun(HostRun):
         requests = batch.requests
         roots, lengths, remaining = self.committed.standing(requests)
         prefix_lens = [length - 1 for length in lengths]  # the root's own row is written by this round's pass
-        tree_row = self.cache.arrange(requests, prefix_lens)
+        tree_row = self.cache.crop(prefix_lens)
         width = 1 if self.drafter is None else self._take_draft(batch, roots, lengths)
         drafted = perf_counter()
         arguments = batch.build(roots, prefix_lens, remaining, tree_row)
@@ -253,6 +253,7 @@ class _Batch:
         like = import_array(cache.like)
         depth, budget, topk = run.plan[:3]
         B, N, kinds, self._most_emitted = len(self.requests), 1 + budget, len(cache.mask_kinds), 1 + depth
+        cache.select(self.requests)
         self.shape = (B, N)
         self.device = device_of(cache.like).number
         self._handle, self.stream = -1, None  # of this round
@@ -270,6 +271,8 @@ class _Batch:
         self._packed = struct.Struct(f"={4 * B}i{gap}x{3 * kinds + 4}q")
         self._logits_slot = self._state.unsent(logits_slot)
         self._logits_at = self._state.on_host(logits_slot).data  # their address and number of words, one by one
+
+        self._counts = self._static_counts()
 
         self._staged = Mirror(mirror_size(((2, B, depth, topk), np.int32)))
         with self._staged.arrays():  # on the GPU, what a draft's rows are copied to; on the host, where it is taken to
@@ -361,6 +364,19 @@ class _Batch:
 
     # Before the forward
 
+    def _static_counts(self) -> tuple[Any, Any] | None:
+        """What static layers' counts are copied from, with the other numbers, and the counts; None for dynamic layers.
+
+        Each count from the first mask's place, which begins with the row that every tree begins at. That a graph does
+        so takes some 25 µs less of a round than an operation of torch's.
+        """
+        counts = self.cache.counts()
+        if counts is None:
+            return None
+        words = counts.element_size() // 4  # of the row's eight bytes, the lower ones first
+        slots = self.run.xp.asarray(np.array([[self.geometry.data.ptr, words]] * len(counts), np.int64))
+        return slots, import_array(counts).view(np.int32).reshape(len(counts), words)
+
     def build(self, roots: list[int], prefix_lens: list[int], remaining: list[int], tree_row: int) -> dict[str, Any]:
         """Build the trees, and return what the model is given."""
         handle = torchs_handle(self.device)
@@ -408,6 +424,8 @@ class _Batch:
     def _build_trees(self) -> None:
         run, kernels, target = self.run, self.cache.kernels, self.run.target
         self._state.send()
+        if self._counts is not None:
+            kernels.copy_rows(*self._counts)
         kernels.copy_rows(self._slots, self._drafted, fill=0xFF800000)  # minus infinity, where no token id is looked at
         with self._results.arrays():
             draft = self.log_probs, self.token_ids
