@@ -69,16 +69,29 @@ class Committed:
         start = self._starts[request]
         return self._tokens[start + self.prompt_lens[request] : start + self.lengths[request]].copy()
 
-    def roots(self, requests: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The last committed token of each of ``requests``."""
-        last: NDArray[np.int32] = self._tokens[self._starts[requests] + self.lengths[requests] - 1]
+    def roots(self, requests: NDArray[np.int64], lengths: NDArray[np.int64] | None = None) -> NDArray[np.int32]:
+        """The last committed token of each of ``requests``; with ``lengths`` when they had so many."""
+        ends = self._starts[requests] + (self.lengths[requests] if lengths is None else lengths)
+        last: NDArray[np.int32] = self._tokens[ends - 1]
         return last
 
-    def standing(self, requests: list[int]) -> tuple[list[int], list[int], list[int]]:
-        """The last token of each of ``requests``, how many tokens it has, and how many more it may emit."""
+    def write_standing(self, requests: list[int], out: memoryview) -> list[int]:
+        """Write where each of ``requests`` stands; return of each the tokens before its last one.
+
+        Parameters
+        ----------
+        requests : list of int
+            B of them.
+        out : memoryview of int32, 3 · B numbers and up
+            The last token of each; then how many are before it; then how many more may be emitted.
+        """
         token, start, length, left = self._token, self._start, self._length, self._left
-        roots = [token[start[r] + length[r] - 1] for r in requests]
-        return roots, [length[r] for r in requests], [left[r] for r in requests]
+        count, prefix_lens = len(requests), []
+        for b, request in enumerate(requests):
+            prefix_len = length[request] - 1
+            out[b], out[count + b], out[2 * count + b] = token[start[request] + prefix_len], prefix_len, left[request]
+            prefix_lens.append(prefix_len)
+        return prefix_lens
 
     def append(self, request: int, tokens: memoryview, *, of_round: bool) -> int:
         """Append int32 tokens to what a request has; return how many more it may emit."""
@@ -86,7 +99,7 @@ class Committed:
         end = self._start[request] + length
         self._token[end : end + count] = tokens
         self._length[request] = length + count
-        self._left[request] = left = int(self._left[request] - count)
+        self._left[request] = left = self._left[request] - count
         if of_round:
             self._rounds[request].append(count)
         return left

@@ -12,7 +12,6 @@ looked at, and what neither the GPU nor the next draft waits for is done while t
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from time import perf_counter
@@ -77,12 +76,11 @@ class DeviceRun(HostRun):
             with self.on_its_stream():
                 batch = self._batch = _Batch(self)
         requests = batch.requests
-        roots, lengths, remaining = self.committed.standing(requests)
-        prefix_lens = [length - 1 for length in lengths]  # the root's own row is written by this round's pass
-        tree_row = self.cache.crop(prefix_lens)
-        width = 1 if self.drafter is None else self._take_draft(batch, roots, lengths)
+        # the root's own row is written by this round's pass
+        prefix_lens = self.committed.write_standing(requests, batch.standing)
+        width = 1 if self.drafter is None else self._take_draft(batch, prefix_lens)
         drafted = perf_counter()
-        arguments = batch.build(roots, prefix_lens, remaining, tree_row)
+        arguments = batch.build(prefix_lens)
         built = perf_counter()
         target, seconds = self.target, self.seconds
         graded = target.is_grad_enabled()
@@ -98,17 +96,20 @@ class DeviceRun(HostRun):
         seconds["build_tree"] += built - drafted
         seconds["forward"] += passed - built
         self.emissions = []
+        batch.context = _Context.of(self, requests)
         emitted = batch.emitted()
         if self.hidden_layers:
-            self.hidden_states.update(zip(requests, batch.shown(hidden, self.hidden_layers), strict=True))
+            batch.context.hidden_states = shown = batch.shown(hidden, self.hidden_layers)
+            self.hidden_states.update(zip(requests, shown, strict=True))
         for request in self.commit(requests, emitted):
             del self.hidden_states[request]
         seconds["accept_tree"] += perf_counter() - passed
         return record
 
-    def _take_draft(self, batch: _Batch, roots: list[int], lengths: list[int]) -> int:
+    def _take_draft(self, batch: _Batch, prefix_lens: list[int]) -> int:
         """Have the drafter's answer where the tree is built from; return its candidates a depth."""
-        draft = self.ask(_Context.of(self, batch.requests, roots, lengths))
+        batch.context.prefix_lens = prefix_lens
+        draft = self.ask(batch.context)
         form, signature = batch.form, _signature(draft)
         if form is None or signature is None or form.signature != signature:
             with self.on_its_stream():
@@ -124,7 +125,7 @@ class DeviceRun(HostRun):
     def refuse(self, log_probs: Any, token_ids: Any) -> None:
         """Raise what is wrong with a draft, naming drafter and request."""
         with self.on_its_stream():
-            roots = self.xp.array(self.committed.standing(self.active)[0], np.int32)
+            roots = self.xp.array(self.committed.roots(np.array(self.active)))
             log_probs, token_ids = self.native(log_probs), self.native(token_ids)
             self.refuse_nan(log_probs)
             self.likeliest_tree(log_probs, token_ids, roots, 0)
@@ -134,16 +135,18 @@ class DeviceRun(HostRun):
 class _Context(DraftContext):
     """What a drafter may look at, as it is now; the tokens are copied if it does."""
 
-    _of: tuple[Committed, Any, list[int], list[int], list[int]]
-    """What is committed, a tensor of the model's, the requests, their last tokens and how many they have: not the run,
-    which a drafter that keeps its contexts would keep, cache and all."""
+    _of: tuple[Committed, Any, list[int]]
+    """What is committed, a tensor of the model's and the requests: not the run, which a drafter that keeps its contexts
+    would keep, cache and all."""
+    prefix_lens: list[int]
+    """How many tokens each has before its last one."""
 
     @classmethod
-    def of(cls, run: DeviceRun, requests: list[int], roots: list[int], lengths: list[int]) -> _Context:
-        """Of the active requests, their last tokens and how many they have."""
+    def of(cls, run: DeviceRun, requests: list[int]) -> _Context:
+        """Of the active requests, before it is known what they have: that is set once it is."""
         context = cls.__new__(cls)
         context.__dict__ = {
-            "_of": (run.committed, run.cache.like, requests, roots, lengths),
+            "_of": (run.committed, run.cache.like, requests),
             "request_ids": requests.copy(),
             "hidden_states": [run.hidden_states[r] for r in requests],
             "began": run.began,
@@ -157,15 +160,16 @@ class _Context(DraftContext):
     @functools.cached_property
     def tokens(self) -> list[Any]:  # type: ignore[override]
         """Every committed token, of each request."""
-        committed, _, requests, _, lengths = self._of
-        return list(map(committed.tokens, requests, lengths))
+        committed, _, requests = self._of
+        return [committed.tokens(r, n + 1) for r, n in zip(requests, self.prefix_lens, strict=True)]
 
     @functools.cached_property
     def root_token_ids(self) -> Any:
         """The last of them, where the target is."""
-        _, like, _, roots, _ = self._of
+        committed, like, requests = self._of
+        roots = committed.roots(np.array(requests), np.array(self.prefix_lens) + 1)
         with use_stream_of(like):
-            return array_namespace(import_array(like)).array(roots, np.int32)
+            return array_namespace(import_array(like)).array(roots)
 
 
 class FetchedRound(Round):
@@ -175,7 +179,7 @@ class FetchedRound(Round):
     _layout: tuple[list[Where], int, int]
 
     @classmethod
-    def of(cls, request_ids: tuple[int, ...], data: memoryview, *layout: Any) -> FetchedRound:
+    def of(cls, request_ids: tuple[int, ...], data: memoryview, layout: tuple[list[Where], int, int]) -> FetchedRound:
         """Of some requests, the bytes and what is where in them."""
         record = cls.__new__(cls)
         record.__dict__.update(request_ids=request_ids, _data=data, _layout=layout)  # of a frozen dataclass
@@ -217,8 +221,6 @@ class _Form(NamedTuple):
     width: int
     to: tuple[NDArray[Any], NDArray[Any]] | None
     """Where a draft on the host goes, in memory that the GPU reads; None for one that is there already."""
-    at: tuple[int, int, int, int]
-    """Address and width of its two arrays, as the GPU finds them there."""
     exact: bool
     """Whether it is tensors on the model's device, of the types that are read."""
 
@@ -241,6 +243,31 @@ class _Accepted(NamedTuple):
     emitted: memoryview
     layout: list[Where]
     fetched: memoryview
+
+
+class _MaskViews(dict[int, Any]):
+    """Views of a mask's memory, by their columns, made where there are none yet."""
+
+    def __init__(self, mask: Any, B: int, N: int, most_columns: int) -> None:
+        super().__init__()
+        self.mask, self.shape, self.most_columns = mask, (B, N), most_columns
+
+    def __missing__(self, columns: int) -> Any:
+        self._make([columns])
+        return self[columns]
+
+    def prepare(self, columns: int, more: int) -> None:
+        """Make those of up to ``more`` columns more than a round's, many at once: one by one they take far longer."""
+        last = min(columns + more, self.most_columns)
+        if last not in self:
+            self._make(range(columns + 1, last + 1))
+
+    def _make(self, widths: Sequence[int]) -> None:
+        if len(self) > MOST_VIEWS:
+            self.clear()
+        B, N = self.shape
+        for columns in widths:
+            self[columns] = self.mask.as_strided((B, 1, N, columns), (N * columns, N * columns, columns, 1))
 
 
 class _Batch:
@@ -267,8 +294,10 @@ class _Batch:
             logits_slot = xp.empty(2, np.int64)  # where the logits are, which is known when the rest has been sent
         self.roots, self.prefix_lens, self.remaining, self.tree_rows = state
         self.geometry, self._slots = numbers[: 3 * kinds].reshape(kinds, 3), numbers[3 * kinds :].reshape(2, 2)
-        gap = self._state.where(numbers)[2] - state.nbytes
-        self._packed = struct.Struct(f"={4 * B}i{gap}x{3 * kinds + 4}q")
+        # their numbers on the host, one by one, which are written in less time than packed
+        self.standing, self._numbers = (self._state.on_host(a).reshape(-1).data for a in (state, numbers))
+        self._numbers[-4:] = np.zeros(4, np.int64).data  # where no draft is asked for
+        self._draft_at = self._numbers[-4:]  # address and width of the draft's two arrays
         self._logits_slot = self._state.unsent(logits_slot)
         self._logits_at = self._state.on_host(logits_slot).data  # their address and number of words, one by one
 
@@ -281,15 +310,16 @@ class _Batch:
         self.log_probs.fill(-np.inf)
         self.token_ids.fill(-1)
         self.form: _Form | None = None  # of the last draft
-        self._at: tuple[int, int, int, int] = 0, 0, 0, 0  # address and width of the draft's two arrays
         self._draft: Any = None
         self._held: Any = None
 
         self._results = Mirror(_results_size(B, N, depth, topk))
         self._masks = [cache.like.new_empty(B * N * cache.most_columns) for _ in cache.mask_kinds]
         self._arguments: dict[str, Any] = {}
-        self._columns: list[int] = []
-        self._views: list[dict[int, Any]] = [{} for _ in cache.mask_kinds]  # of each mask, by its columns
+        self._columns: list[int] = []  # of this round's masks
+        self._tree_row = 0  # of this round
+        self._ready = 0 if cache.static is None else INT32_MAX  # up to which row of trees there are views of masks
+        self._views = [_MaskViews(mask, B, N, cache.most_columns) for mask in self._masks]
         self._logits: Any = None
         self._given: Any = None  # the logits of this round
         self._record: FetchedRound | None = None  # of the last round
@@ -298,6 +328,7 @@ class _Batch:
         self.built: _Built
         self.accepted: _Accepted
         self._build, self._accept = Repeated(xp), Repeated(xp)
+        self.context = _Context.of(run, self.requests)  # of the next draft
 
     def close(self) -> None:
         """Let go of graphs and of the run, so that memory does not wait for the garbage collector."""
@@ -314,27 +345,26 @@ class _Batch:
             self._record.keep()
             self._record = None
 
-    def _repeat(self, half: Repeated, work: Callable[[], None]) -> None:
-        """Have half of a round done on its stream."""
-        if half.replay is not None:
-            return half.replay(self.stream)
+    def _learn(self, half: Repeated, work: Callable[[], None]) -> None:
+        """Have half of a round, which there is no graph of yet, done on its stream."""
         with self.run.on_its_stream():
             half.repeat(work, self.stream)
-        return None
 
     # Drafts
 
     def learn_form(self, draft: Any, signature: tuple[Any, ...] | None, log_probs: Any, token_ids: Any) -> _Form:
         """Remember the form of an answer that has been checked."""
-        width, to, at = int(log_probs.shape[2]), None, (0, 0, 0, 0)
+        width, to = int(log_probs.shape[2]), None
         device = self.cache.like.device
         exact = all(array_kind(a) == "torch" and a.device == device and a.element_size() == 4 for a in draft)
         if isinstance(log_probs, np.ndarray) and isinstance(token_ids, np.ndarray):
             size = log_probs.size  # rows side by side, as they are read
             staged = (self._staged.on_host(array) for array in (self.log_probs, self.token_ids))
             first, second = (array.reshape(-1)[:size].reshape(log_probs.shape) for array in staged)
-            to, at = (first, second), (first.ctypes.data, width, second.ctypes.data, width)
-        self.form = _Form(signature, width, to, at, exact)
+            to = first, second
+            self._draft_at[0], self._draft_at[2] = first.ctypes.data, second.ctypes.data
+        self._draft_at[1] = self._draft_at[3] = width
+        self.form = _Form(signature, width, to, exact)
         return self.form
 
     def take(self, draft: Any, form: _Form) -> None:
@@ -344,13 +374,12 @@ class _Batch:
             if not form.exact:
                 log_probs, token_ids = self._tensor(log_probs), self._tensor(token_ids)
             self._held = log_probs, token_ids = log_probs.contiguous(), token_ids.contiguous()
-            self._at = log_probs.data_ptr(), form.width, token_ids.data_ptr(), form.width
+            self._draft_at[0], self._draft_at[2] = log_probs.data_ptr(), token_ids.data_ptr()
             return
         log_probs, token_ids = import_array(log_probs), import_array(token_ids)
         if token_ids.dtype == np.int64:  # no id that 32 bits would change may pass for another one
             token_ids = token_ids.clip(-1, INT32_MAX)
         form.to[0][...], form.to[1][...] = log_probs, token_ids
-        self._at = form.at
 
     def _tensor(self, array: Any) -> Any:
         """A draft's array as a tensor of float32 or int32 on the model's device."""
@@ -377,49 +406,34 @@ class _Batch:
         slots = self.run.xp.asarray(np.array([[self.geometry.data.ptr, words]] * len(counts), np.int64))
         return slots, import_array(counts).view(np.int32).reshape(len(counts), words)
 
-    def build(self, roots: list[int], prefix_lens: list[int], remaining: list[int], tree_row: int) -> dict[str, Any]:
-        """Build the trees, and return what the model is given."""
+    def build(self, prefix_lens: list[int]) -> dict[str, Any]:
+        """Build the trees of requests whose standing has been written, and return what the model is given."""
         handle = torchs_handle(self.device)
         if handle != self._handle:
             self._handle, self.stream = handle, torchs_stream(self.device)
-        geometry = self.cache.geometry(self.shape[1], tree_row)
-        rows = [tree_row] * len(roots)
-        self._packed.pack_into(self._state.host, 0, *roots, *prefix_lens, *remaining, *rows, *geometry, *self._at)
-        self._repeat(self._build, self._build_trees)
+        cache, (B, N) = self.cache, self.shape
+        self._tree_row = tree_row = cache.crop(prefix_lens)
+        for at in range(3 * B, 4 * B):
+            self.standing[at] = tree_row
+        places = cache.geometry(N, tree_row)
+        for at, number in enumerate(places):
+            self._numbers[at] = number
+        replay = self._build.replay
+        if replay is None:
+            self._learn(self._build, self._build_trees)
+        else:
+            replay(self.stream)
         self._end_round()
-        columns = geometry[2::3]
+        columns = places[2::3]
         if self._columns != columns:
             self._columns = columns
-            self._arguments["attention_mask"] = self._mask_views(columns)
+            one = len(columns) == 1
+            self._arguments["attention_mask"] = self._views[0][columns[0]] if one else self._masks_by_name()
         return self._arguments
 
-    def _mask_views(self, widths: list[int]) -> Any:
-        for i, columns in enumerate(widths):
-            if columns not in self._views[i]:
-                self._add_views(i, [columns])
-        if len(widths) == 1:
-            return self._views[0][widths[0]]
-        return {kind.name: self._views[i][widths[i]] for i, kind in enumerate(self.cache.mask_kinds)}
-
-    def _add_views(self, mask: int, widths: Sequence[int]) -> None:
-        (B, N), buffer, views = self.shape, self._masks[mask], self._views[mask]
-        if len(views) > MOST_VIEWS:
-            views.clear()
-        for columns in widths:
-            views[columns] = buffer.as_strided((B, 1, N, columns), (N * columns, N * columns, columns, 1))
-
-    def _make_views(self) -> None:
-        """Make the views of masks that rounds to come will want, many at once, since one by one they take far longer.
-
-        A round's masks are wider than the last one's by as many columns as the longest request emitted tokens, less the
-        rows that have left all windows; those of static caches stay as they are.
-        """
-        if self.cache.static is not None:
-            return
-        most = self.cache.most_columns
-        for i, columns in enumerate(self._columns):
-            if min(columns + self._most_emitted, most) not in self._views[i]:
-                self._add_views(i, range(columns + 1, min(columns + max(MASK_VIEWS, self._most_emitted), most) + 1))
+    def _masks_by_name(self) -> dict[str, Any]:
+        kinds = zip(self.cache.mask_kinds, self._views, self._columns, strict=True)
+        return {kind.name: views[columns] for kind, views, columns in kinds}
 
     def _build_trees(self) -> None:
         run, kernels, target = self.run, self.cache.kernels, self.run.target
@@ -447,10 +461,39 @@ class _Batch:
 
     def accept(self, logits: Any, width: int) -> Round:
         """Choose, accept, compact and have the host read it; return the round, of a draft of ``width`` candidates."""
-        if self._moves != self.cache.moves[0]:  # the layers are elsewhere: a graph of them is no longer one
-            with self.run.on_its_stream():
-                self._moves, self._table = self.cache.moves[0], self.cache.table()
-            self._accept = Repeated(self.run.xp)
+        if self._moves != self.cache.moves[0]:
+            self._prepare(logits)
+        logits = logits.contiguous()
+        address = logits.data_ptr()
+        if address % self._word:
+            logits = logits.clone()
+            address = logits.data_ptr()
+        self._logits_at[0] = address
+        replay = self._accept.replay
+        if replay is None:
+            self._learn(self._accept, self._accept_paths)
+        else:
+            replay(self.stream)
+        self._given, accepted = logits, self.accepted
+        layout = accepted.layout, self.built.tree.max_depth, width
+        self._record = FetchedRound.of(self.request_ids, accepted.fetched, layout)
+        if self._tree_row + self._most_emitted > self._ready:
+            self._make_views()
+        return self._record
+
+    def _make_views(self) -> None:
+        """Make the views of masks that rounds to come will want.
+
+        A round's masks are wider than the last one's by as many columns as the longest request emitted tokens, less the
+        rows that have left all windows; those of static caches stay as they are.
+        """
+        more = max(MASK_VIEWS, self._most_emitted)
+        self._ready = self._tree_row + more
+        for views, columns in zip(self._views, self._columns, strict=True):
+            views.prepare(columns, more)
+
+    def _prepare(self, logits: Any) -> None:
+        """Have a new graph, of where the layers are now; logits, which are of one form always, have been looked at."""
         if self._logits is None:
             wanted = (*self.shape, self.run.engine.vocab_size)
             if tuple(logits.shape) != wanted:
@@ -458,18 +501,9 @@ class _Batch:
             size = logits.numel() * logits.element_size()
             self._logits, self._word = logits.new_empty(logits.shape), word_of(size)
             self._logits_at[1] = size // self._word
-        address = logits.data_ptr()
-        if address % self._word or not logits.is_contiguous():
-            logits = logits.flatten().clone()
-            address = logits.data_ptr()
-        self._logits_at[0] = address
-        self._repeat(self._accept, self._accept_paths)
-        self._given, accepted = logits, self.accepted
-        self._record = FetchedRound.of(
-            self.request_ids, accepted.fetched, accepted.layout, self.built.tree.max_depth, width
-        )
-        self._make_views()
-        return self._record
+        with self.run.on_its_stream():
+            self._moves, self._table = self.cache.moves[0], self.cache.table()
+        self._accept = Repeated(self.run.xp)
 
     def emitted(self) -> memoryview:
         """Return how many tokens each request emits, and which, once they are here."""
