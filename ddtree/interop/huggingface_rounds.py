@@ -96,7 +96,7 @@ class DeviceRun(HostRun):
         seconds["build_tree"] += built - drafted
         seconds["forward"] += passed - built
         self.emissions = []
-        batch.context = _Context.of(self, requests)
+        batch.context = _Context.of(batch, self)
         emitted = batch.emitted()
         if self.hidden_layers:
             batch.context.hidden_states = shown = batch.shown(hidden, self.hidden_layers)
@@ -142,11 +142,12 @@ class _Context(DraftContext):
     """How many tokens each has before its last one."""
 
     @classmethod
-    def of(cls, run: DeviceRun, requests: list[int]) -> _Context:
-        """Of the active requests, before it is known what they have: that is set once it is."""
+    def of(cls, batch: _Batch, run: DeviceRun) -> _Context:
+        """Of a batch's requests, before it is known what they have: that is set once it is."""
+        requests = batch.requests
         context = cls.__new__(cls)
         context.__dict__ = {
-            "_of": (run.committed, run.cache.like, requests),
+            "_of": batch.of_contexts,
             "request_ids": requests.copy(),
             "hidden_states": [run.hidden_states[r] for r in requests],
             "began": run.began,
@@ -176,13 +177,16 @@ class FetchedRound(Round):
     """A round of which the host has the bytes; its arrays are made of them when they are looked at."""
 
     _data: memoryview | bytearray
-    _layout: tuple[list[Where], int, int]
+    _layout: list[Where]
+    """What is where in them."""
+    _max_depth: int
+    _width: int
 
     @classmethod
-    def of(cls, request_ids: tuple[int, ...], data: memoryview, layout: tuple[list[Where], int, int]) -> FetchedRound:
-        """Of some requests, the bytes and what is where in them."""
+    def of(cls, attributes: dict[str, Any], width: int) -> FetchedRound:
+        """Of these attributes, and of a draft of ``width`` candidates."""
         record = cls.__new__(cls)
-        record.__dict__.update(request_ids=request_ids, _data=data, _layout=layout)  # of a frozen dataclass
+        record.__dict__.update(attributes, _width=width)  # of a frozen dataclass
         return record
 
     def keep(self) -> None:
@@ -193,7 +197,7 @@ class FetchedRound(Round):
     @functools.cached_property
     def _seen(self) -> tuple[DraftTree, NDArray[np.int32], Acceptance]:
         self.keep()
-        return _looked_at(self._data, *self._layout)
+        return _looked_at(self._data, self._layout, self._max_depth, self._width)
 
     @functools.cached_property
     def tree(self) -> DraftTree:
@@ -236,13 +240,12 @@ class _Built(NamedTuple):
 
 
 class _Accepted(NamedTuple):
-    """What comes of a round: the tokens as the host sees them now, and where all of it is among the results."""
+    """What comes of a round: the tokens as the host sees them now, and of its record what all rounds share."""
 
     kept: Acceptance
     counts: NDArray[np.int32]
     emitted: memoryview
-    layout: list[Where]
-    fetched: memoryview
+    record: dict[str, Any]
 
 
 class _MaskViews(dict[int, Any]):
@@ -328,7 +331,8 @@ class _Batch:
         self.built: _Built
         self.accepted: _Accepted
         self._build, self._accept = Repeated(xp), Repeated(xp)
-        self.context = _Context.of(run, self.requests)  # of the next draft
+        self.of_contexts = run.committed, cache.like, self.requests
+        self.context = _Context.of(self, run)  # of the next draft
 
     def close(self) -> None:
         """Let go of graphs and of the run, so that memory does not wait for the garbage collector."""
@@ -475,8 +479,7 @@ class _Batch:
         else:
             replay(self.stream)
         self._given, accepted = logits, self.accepted
-        layout = accepted.layout, self.built.tree.max_depth, width
-        self._record = FetchedRound.of(self.request_ids, accepted.fetched, layout)
+        self._record = FetchedRound.of(accepted.record, width)
         if self._tree_row + self._most_emitted > self._ready:
             self._make_views()
         return self._record
@@ -532,7 +535,9 @@ class _Batch:
         fields = (tree.token_ids, tree.parents, tree.depths, tree.ranks, tree.scores, tree.node_counts)
         layout = [results.where(array) for array in (*fields, tree.visibility_words, choices, *path)]
         here = results.on_host(emitted)
-        self.accepted = _Accepted(kept, here[:, 0], here.reshape(-1).data, layout, results.host[: results.used])
+        record = {"request_ids": self.request_ids, "_layout": layout, "_max_depth": tree.max_depth}
+        record["_data"] = results.host[: results.used]
+        self.accepted = _Accepted(kept, here[:, 0], here.reshape(-1).data, record)
 
     def shown(self, hidden: dict[int, Any], layers: tuple[int, ...]) -> list[dict[int, Any]]:
         """Return the hidden states of each request's kept nodes, of which there are as many as tokens emitted."""
