@@ -142,7 +142,7 @@ class ModelCache:
     def view(self, requests: Sequence[int], prefix_lens: NDArray[np.int32], window: Any) -> CacheView:
         """The cache of ``requests`` alone, and of their prefixes alone."""
         self.select(list(requests))
-        tree_row = self.crop(prefix_lens.tolist())
+        tree_row = self.arrange(prefix_lens.tolist(), 0)[0]
         counts = self.counts()
         if counts is not None:
             counts.fill_(tree_row)
@@ -163,19 +163,30 @@ class ModelCache:
         self.moves[0] += 1
         self.requests = list(requests)
 
-    def crop(self, prefix_lens: list[int]) -> int:
-        """Keep the requests' prefixes alone, in dynamic layers; return the row that every tree begins at.
+    def arrange(self, prefix_lens: list[int], slots: int) -> list[int]:
+        """Keep the requests' prefixes alone; return where trees of ``slots`` slots have their masks.
 
-        Less those rows that no position from the shortest prefix on has in its window. Static layers are told by what
-        is written to their :meth:`counts`.
+        Dynamic layers keep less: no rows that no position from the shortest prefix on has in its window. Static layers
+        are told by what is written to their :meth:`counts`.
+
+        Returns
+        -------
+        list of int
+            Of each kind of mask three numbers, as ``tree_mask`` takes them: the row that every tree begins at comes
+            first.
         """
-        rows = max(prefix_lens)
-        if self._window is not None and rows > 0:
+        tree_row = max(prefix_lens)
+        if self._window is not None and tree_row > 0:
             self.dropped = max(self.dropped, min(prefix_lens) - self._window + 1)
         full, windowed = self._places
-        full.rows = windowed.rows = rows
+        full.rows = windowed.rows = tree_row
         windowed.first = self.dropped
-        return rows
+        columns = tree_row + slots if self.static is None else self.static
+        places = []
+        for kind in self.mask_kinds:
+            first = 0 if kind.window is None else self.dropped
+            places += [tree_row, first, columns - first]
+        return places
 
     def counts(self) -> Any:
         """Return what says how many rows each static layer holds, to be written before a pass: one tensor of them all.
@@ -229,15 +240,6 @@ class ModelCache:
             mask[b, 0, tree.node_counts[b] :] = mask[b, 0, 0]
         seen = np.ascontiguousarray(mask[..., self.dropped if kind.window is not None else 0 :])
         return export_array(seen, self._host_like).to(self.like.device)
-
-    def geometry(self, slots: int, tree_row: int) -> list[int]:
-        """Return each kind of mask's place, three numbers as ``tree_mask`` takes them, of trees of ``slots`` slots."""
-        columns = tree_row + slots if self.static is None else self.static
-        places = []
-        for kind in self.mask_kinds:
-            first = 0 if kind.window is None else self.dropped
-            places += [tree_row, first, columns - first]
-        return places
 
     @property
     def most_columns(self) -> int:

@@ -143,7 +143,7 @@ class _Context(DraftContext):
 
     @classmethod
     def of(cls, batch: _Batch, run: DeviceRun) -> _Context:
-        """Of a batch's requests, before it is known what they have: that is set once it is."""
+        """Of a batch's requests; ``prefix_lens`` and new ``hidden_states`` are set once they are known."""
         requests = batch.requests
         context = cls.__new__(cls)
         context.__dict__ = {
@@ -398,10 +398,10 @@ class _Batch:
     # Before the forward
 
     def _static_counts(self) -> tuple[Any, Any] | None:
-        """What static layers' counts are copied from, with the other numbers, and the counts; None for dynamic layers.
+        """Where static layers' counts are copied from, and the counts; None for dynamic layers.
 
-        Each count from the first mask's place, which begins with the row that every tree begins at. That a graph does
-        so takes some 25 µs less of a round than an operation of torch's.
+        Each is copied from the first mask's place, which begins with the row that every tree begins at: by the graph,
+        where an operation of torch's would take the host's time in each round.
         """
         counts = self.cache.counts()
         if counts is None:
@@ -415,11 +415,11 @@ class _Batch:
         handle = torchs_handle(self.device)
         if handle != self._handle:
             self._handle, self.stream = handle, torchs_stream(self.device)
-        cache, (B, N) = self.cache, self.shape
-        self._tree_row = tree_row = cache.crop(prefix_lens)
+        B, N = self.shape
+        places = self.cache.arrange(prefix_lens, N)
+        self._tree_row = tree_row = places[0]
         for at in range(3 * B, 4 * B):
             self.standing[at] = tree_row
-        places = cache.geometry(N, tree_row)
         for at, number in enumerate(places):
             self._numbers[at] = number
         replay = self._build.replay
@@ -465,7 +465,7 @@ class _Batch:
 
     def accept(self, logits: Any, width: int) -> Round:
         """Choose, accept, compact and have the host read it; return the round, of a draft of ``width`` candidates."""
-        if self._moves != self.cache.moves[0]:
+        if self._moves != self.cache.moves[0]:  # the layers are elsewhere: a graph of them is no longer one
             self._prepare(logits)
         logits = logits.contiguous()
         address = logits.data_ptr()
@@ -496,7 +496,7 @@ class _Batch:
             views.prepare(columns, more)
 
     def _prepare(self, logits: Any) -> None:
-        """Have a new graph, of where the layers are now; logits, which are of one form always, have been looked at."""
+        """Begin a graph anew, of where the layers are now; the first time, see that the logits are as wanted."""
         if self._logits is None:
             wanted = (*self.shape, self.run.engine.vocab_size)
             if tuple(logits.shape) != wanted:
