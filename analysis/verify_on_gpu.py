@@ -218,18 +218,24 @@ def _let_every_lane_arrive() -> None:
 
 
 def _attention_at_full_width() -> list[str]:
-    """Where the tensor cores' attention is far from the exact one, on a few small inputs; both 16-bit types."""
+    """Where the tensor cores' attention is far from the exact one, on a few small inputs; both types and versions."""
+    import cupy
+
     from ddtree.analysis.benchmarks.bench import FAR, exact_attention, some_rows, worst_error
     from ddtree.analysis.benchmarks.cases import attention_inputs
-    from ddtree.property_tests._backends import Operation
+    from ddtree.kernels.cupy import verify_attention
+    from ddtree.property_tests.cases import map_arrays
 
     wrong = []
     for dtype, page, heads, nodes, context in ((np.float16, 3, 5, 13, 50), (ml_dtypes.bfloat16, 16, 8, 17, 300)):
         inputs = attention_inputs(2, heads, nodes, context, dtype, page)
         rows = some_rows(inputs)
-        error = worst_error(Operation("verify_attention", "cupy")(**inputs)[rows], exact_attention(inputs, rows))
-        if not error <= FAR:
-            wrong.append(f"verify_attention of {np.dtype(dtype).name}: off by {error:.2g}")
+        exact = exact_attention(inputs, rows)
+        sent = {name: map_arrays(value, cupy.asarray) for name, value in inputs.items()}
+        for version in (2, 3):
+            error = worst_error(cupy.asnumpy(verify_attention(**sent, version=version))[rows], exact)
+            if not error <= FAR:
+                wrong.append(f"verify_attention of {np.dtype(dtype).name}, version {version}: off by {error:.2g}")
     return wrong
 
 

@@ -1,8 +1,8 @@
 // Thread block clusters: blocks that run at the same time and read each other's shared memory. sm_90 and up.
 //
-// A kernel is compiled for its cluster by `__cluster_dims__`, and what its blocks share is declared `__shared__` as
-// ever. A block may read another's memory between two `cluster_sync`: the first makes what was written visible, the
-// second says that it has been read, so that its owner may write again or end.
+// A kernel is compiled for its cluster by `__cluster_dims__`, or launched with one (see `launch` of program.py). What its
+// blocks share is declared `__shared__` as ever. A block may read another's memory between two `cluster_sync`: the first
+// makes what was written visible, the second says that it has been read, so that its owner may write again or end.
 #pragma once
 
 #include "common.cuh"
@@ -21,13 +21,25 @@ __device__ __forceinline__ uint32 cluster_rank()
     return rank;
 }
 
-// Where the shared variable at `own` lies in block `rank` of the cluster.
-__device__ __forceinline__ uint32 address_in_block(const void* own, uint32 rank)
+// The blocks of this cluster.
+__device__ __forceinline__ uint32 cluster_size()
+{
+    uint32 size;
+    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+    return size;
+}
+
+// Where what lies at `own` in this block's shared memory lies in block `rank` of the cluster.
+__device__ __forceinline__ uint32 address_in_block(uint32 own, uint32 rank)
 {
     uint32 address;
-    const uint32 here = uint32(__cvta_generic_to_shared(own));
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(here), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));
     return address;
+}
+
+__device__ __forceinline__ uint32 address_in_block(const void* own, uint32 rank)
+{
+    return address_in_block(uint32(__cvta_generic_to_shared(own)), rank);
 }
 
 __device__ __forceinline__ uint32 read_from_block(const uint32* own, uint32 rank)

@@ -47,6 +47,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "compact_cache": (),
     "compact_layers": (),
     "copy_rows": (),
+    "embed_tokens": (),
     "emitted_tokens": (),
     "guard_draft": (),
     "linear": (),
@@ -65,7 +66,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 }
 """Every program, which is the name of its file, and its own options."""
 
-EARLY = {"linear", "moe_experts", "rms_norm", "rope", "route_experts", "verify_attention"}
+EARLY = {"embed_tokens", "linear", "moe_experts", "rms_norm", "rope", "route_experts", "verify_attention"}
 """Programs that may be launched early, while the launch before still runs: all their blocks call ``wait_for_earlier``
 (see ``common.cuh``) before they write, or read what that launch may have written."""
 
@@ -126,24 +127,31 @@ def _stated_shared(module: Any, name: str) -> int:
 
 
 def launch(
-    program: str, name: str, grid: int | tuple[int, ...], block: int | tuple[int, ...], *arguments: Any, shared: int = 0
+    program: str,
+    name: str,
+    grid: int | tuple[int, ...],
+    block: int | tuple[int, ...],
+    *arguments: Any,
+    shared: int = 0,
+    cluster: int = 0,
 ) -> None:
     """Run a kernel on CuPy's current stream; on an empty grid, do nothing.
 
     Scalars are NumPy's, of the parameter's type; arrays are CuPy's and C-contiguous. ``shared`` is the dynamic shared
-    memory in bytes, at most what the source states.
+    memory in bytes, at most what the source states; ``cluster`` the blocks of a cluster, of a kernel that is not
+    compiled for some.
     """
     grid = (grid,) if isinstance(grid, int) else grid
     block = (block,) if isinstance(block, int) else block
     if 0 in grid:
         return
-    _launch(kernel(program, name), grid, block, arguments, shared, early=program in EARLY)
+    _launch(kernel(program, name), grid, block, arguments, shared, early=program in EARLY, cluster=cluster)
 
 
 class _Attribute(ctypes.Structure):
     """A ``CUlaunchAttribute``: an id, and 64 bytes for its value at the 8th."""
 
-    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_more", ctypes.c_int * 15))
+    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int * 16))
 
 
 class _Configuration(ctypes.Structure):
@@ -159,7 +167,7 @@ class _Configuration(ctypes.Structure):
     )
 
 
-PROGRAMMATIC_STREAM_SERIALIZATION = 6
+CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 MOST_ARGUMENTS = 64
 FORMATS: dict[type, str] = {
     np.int32: "i4x",
@@ -179,8 +187,14 @@ class _Room(threading.local):
         self.values = (ctypes.c_uint64 * MOST_ARGUMENTS)()
         first = ctypes.addressof(self.values)
         self.pointers = (ctypes.c_void_p * MOST_ARGUMENTS)(*(first + 8 * i for i in range(MOST_ARGUMENTS)))
-        self.attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-        self.launch = _Configuration(attributes=ctypes.pointer(self.attribute))
+        self.attributes = (_Attribute * 2)()
+        self.launch = _Configuration(attributes=self.attributes)
+
+    def attribute(self, kind: int, *value: int) -> None:
+        """Add an attribute to the next launch."""
+        attribute = self.attributes[self.launch.count]
+        attribute.id, attribute.value[: len(value)] = kind, value
+        self.launch.count += 1
 
 
 _room = _Room()
@@ -194,11 +208,16 @@ def _launch(
     shared: int,
     *,
     early: bool,
+    cluster: int = 0,
 ) -> None:
     """Run a kernel by the driver's call, which takes an ``early`` one, as CuPy's does not, and costs less time."""
     launch = _room.launch
     launch.grid[:], launch.block[:] = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
-    launch.count = int(early)
+    launch.count = 0
+    if early:
+        _room.attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+    if cluster:
+        _room.attribute(CLUSTER_DIMENSION, cluster, 1, 1)
     launch.shared, launch.stream = shared, _cupy().cuda.get_current_stream().ptr
     values = [a if isinstance(a, np.generic) else a.data.ptr for a in arguments]
     _packer(tuple(map(type, values))).pack_into(_room.values, 0, *values)

@@ -14,6 +14,7 @@
 // Versions:
 //   1  attend_plain_T, merge_plain_T: every type and width, without tensor cores, in float32 or, of float64, float64.
 //   2  attend_T, merge_T: float16 and bfloat16 with C = 512 and R = 64, by tensor cores (mma.sync).
+//   3  attend_few_T: the same types and widths, by tensor cores too, for few rows and short contexts: in one launch.
 //
 // Version 1. A block takes 8 rows of a request, up to 512 columns of the latent and one of at most `parts` equal parts of
 // the context, in tiles of 32 keys as in an online softmax: a warp works out the scores of 4 keys for all rows, then weighs
@@ -52,7 +53,13 @@
 //   parts     float16 (slots, 64, 512)  divided by `scales`; slots of a request: by tile of 64 rows, then by share
 //   stats     float   (slots, 64, 2)    greatest score in units of log 2, and sum of the weights
 //   scales    float   (slots, 64, 4)    of 128 columns each: powers of 2 that keep their numbers within float16
-#include "common.cuh"
+//
+// Version 3. Where there is little to do, version 2 is slow: its code, of 8,000 instructions in a row, comes from memory
+// while it runs, its schedule is worked out by one warp, and its merge is a launch. Here a cluster of 8, 4, 2 or 1 blocks
+// takes 16 rows of a request, each block an equal part of the context, 32 keys at a time, with the next 32 on their way.
+// A step works out scores (a warp 8 keys and half of the numbers), then weights (a warp two rows), then adds up values
+// (a warp 64 columns of all rows). In the end the blocks of a cluster read each other's sums from shared memory.
+#include "cluster.cuh"
 
 template <typename T> __device__ T as(float x);
 template <> __device__ __forceinline__ float as<float>(float x) { return x; }
@@ -76,7 +83,7 @@ __device__ __forceinline__ uint32 seen_from(const uint32* words, int32 first, in
 namespace plain {
 
 constexpr int32 THREADS = 256, WARPS = 8, ROWS = 8, KEYS = 32, KEYS_A_WARP = KEYS / WARPS, COLUMNS = 2 * THREADS;
-constexpr int32 KEYS_AT_ONCE = 4, MOST_PARTS = 64, THREADS_A_KEY = THREADS / KEYS;
+constexpr int32 KEYS_AT_ONCE = 8, MOST_PARTS = 64, THREADS_A_KEY = THREADS / KEYS;
 static_assert(KEYS_A_WARP * ROWS == 32, "a lane gets the score of one key and row");
 
 template <typename Real> __device__ __forceinline__ Real sum_of_warp(Real x)
@@ -465,6 +472,10 @@ __device__ __forceinline__ uint32 load_word(uint32 at)
 __device__ __forceinline__ void store_byte(uint32 at, uint32 x)
 {
     asm volatile("st.shared.u8 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+__device__ __forceinline__ void store_half(uint32 at, uint32 x)
+{
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(static_cast<unsigned short>(x)) : "memory");
 }
 __device__ __forceinline__ float load1(uint32 at)
 {
@@ -1277,3 +1288,287 @@ DDTREE_TENSOR(f16, __half)
 DDTREE_TENSOR(bf16, __nv_bfloat16)
 DDTREE_SHARED(attend_f16, tensor::SHARED);
 DDTREE_SHARED(attend_bf16, tensor::SHARED);
+
+// ---------------------------------------------------------------------------------------------------------- version 3
+
+namespace few {
+
+using tensor::C, tensor::D, tensor::GREATEST, tensor::ROW_BYTES;
+constexpr int32 THREADS = 256, ROWS = 16, KEYS = 32, STAGES = 2, MOST_PARTS = 8;
+constexpr uint32 STAGE_BYTES = KEYS * ROW_BYTES;
+
+// Shared memory. Rows of keys and queries lie as in version 2.
+constexpr uint32 QUERIES = STAGES * STAGE_BYTES;
+constexpr uint32 SCORES = QUERIES + ROWS * ROW_BYTES;         // float [2][16][40]: of each half of the segments
+constexpr uint32 SCORES_PITCH = 40 * 4, SCORES_BYTES = ROWS * SCORES_PITCH;
+constexpr uint32 WEIGHTS = SCORES + 2 * SCORES_BYTES;         // T [16][40]
+constexpr uint32 WEIGHTS_PITCH = 40 * 2;
+constexpr uint32 FACTORS = WEIGHTS + ROWS * WEIGHTS_PITCH;    // float [16]: of what was added up before
+constexpr uint32 APART = FACTORS + 4 * ROWS;                  // bytes [8]: of each warp, as in version 2
+constexpr uint32 TOPS = APART + 8, TOTALS = TOPS + 4 * ROWS;  // float [16] each, for the cluster
+constexpr uint32 SHARED = TOTALS + 4 * ROWS;
+constexpr uint32 SUMS = 0, SUMS_PITCH = 520 * 4;              // float [16][520], for the cluster, where keys were
+static_assert(ROWS * SUMS_PITCH <= QUERIES);
+
+__device__ __forceinline__ float read_from_cluster(uint32 at)
+{
+    float x;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float4 read4_from_cluster(uint32 at)
+{
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
+    return x;
+}
+
+// Adds to the sums of 16 rows and 8 columns a product with the values of 16 keys. Where a key must be APART: what is not
+// finite counts as 0, and makes NaN of the sums of rows that see it.
+template <bool APART, typename T>
+__device__ __forceinline__ void add_values(float (&sums)[4], const uint32 (&weights)[4], uint32 low, uint32 high, T type)
+{
+    if (!APART) {
+        tensor::multiply(sums, weights, low, high, type);
+        return;
+    }
+    uint32 values[2] = {low, high}, odd[2], sees[4];
+    #pragma unroll
+    for (int32 e = 0; e < 2; ++e) tensor::split_not_finite(values[e], odd[e], type);
+    #pragma unroll
+    for (int32 e = 0; e < 4; ++e) sees[e] = tensor::ones_where_seen(weights[e], type);
+    tensor::multiply(sums, weights, values[0], values[1], type);
+    float counts[4] = {};
+    tensor::multiply(counts, sees, odd[0], odd[1], type);
+    #pragma unroll
+    for (int32 e = 0; e < 4; ++e)
+        if (counts[e] != 0) sums[e] = __uint_as_float(0x7FFFFFFFu);
+}
+
+// Grid: B * tiles of 16 rows * the blocks of a cluster, the last fastest.
+template <typename T>
+__device__ __forceinline__ void attend(
+    const T* q, const T* cache, const int32* page_table, const int32* prefix_lens, const uint32* words,
+    const int32* node_counts, T* out, float scale, int32 N, int32 H, uint32 S, uint32 page_factor, uint32 page_shift,
+    int32 max_pages)
+{
+    uint32 base;
+    asm("mov.u32 %0, ddtree_shared_memory;" : "=r"(base));
+    const int32 t = threadIdx.x, lane = t % 32, warp = t / 32;
+    const int32 parts = cluster_size(), part = cluster_rank();
+    const int32 rows = N * H, row_tiles = (rows + ROWS - 1) / ROWS;
+    const int32 tile = blockIdx.x / parts, b = tile / row_tiles, first_row = tile % row_tiles * ROWS;
+    const int32 count = node_counts[b], prefix = prefix_lens[b], used_rows = count * H - first_row;
+    T* to = out + (int64(b) * rows + first_row) * C;
+    // What this block writes: columns of all rows, four a thread.
+    const int32 chunks = C / 4 / parts, first_chunk = part * chunks;
+    if (used_rows <= 0) {
+        for (int32 i = t; i < ROWS * chunks; i += THREADS)
+            if (first_row + i / chunks < rows)
+                *reinterpret_cast<uint2*>(to + i / chunks * C + (first_chunk + i % chunks) * 4) = make_uint2(0, 0);
+        return;
+    }
+
+    // Copies: 8 threads a row of 9 segments.
+    const auto copy_row = [&](uint32 to, const T* from, int32 row, bool used) {
+        to += row * ROW_BYTES + ((lane % 8 ^ row % 8) << 4);
+        from += lane % 8 * 8;
+        #pragma unroll
+        for (int32 i = 0; i < 9; ++i) tensor::copy_async(to + i * 128, from + i * 64, used ? 16 : 0);
+    };
+    if (t / 8 < ROWS) {
+        const bool used = t / 8 < used_rows;
+        copy_row(base + QUERIES, q + (int64(b) * rows + first_row + (used ? t / 8 : 0)) * D, t / 8, used);
+    }
+    // Parts of a context are equal, in eights of keys.
+    const int32 context = prefix + count, length = ((context + parts - 1) / parts + 7) / 8 * 8;
+    const int32 begin = min(part * length, context), end = min(begin + length, context);
+    // Where this thread's key of some 32 is, which is looked up long before it is needed.
+    const auto row_of = [&](int32 first) -> int64 {
+        const uint32 key = first + t / 8, entry = __umulhi(2 * key, page_factor) >> page_shift;  // key / S
+        return int32(key) < end ? int64(page_table[int64(b) * max_pages + entry]) * S + (key - entry * S) : 0;
+    };
+    const auto copy_keys = [&](int32 first, int64 row) {
+        const uint32 stage = (first - begin) / KEYS % STAGES * STAGE_BYTES;
+        copy_row(base + stage, cache + row * D, t / 8, first + t / 8 < end);
+        tensor::commit_copies();
+    };
+    const int64 rows_at_once[STAGES] = {row_of(begin), row_of(begin + KEYS)};
+    int64 next_row = row_of(begin + 2 * KEYS);
+    copy_keys(begin, rows_at_once[0]);
+    copy_keys(begin + KEYS, rows_at_once[1]);
+
+    const int32 own_row = 2 * warp;  // this warp weighs it and the next one
+    const uint32* seen_words[2];
+    #pragma unroll
+    for (int32 r = 0; r < 2; ++r)
+        seen_words[r] = words + (int64(b) * N + (first_row + min(own_row + r, used_rows - 1)) / H) * ((N + 31) / 32);
+    float tops[2] = {-GREATEST, -GREATEST}, totals[2] = {};  // totals: what this lane's keys weigh
+    float sums[8][4] = {};                                   // of all rows and this warp's segment
+    uint32 queries[9][2][4];
+
+    // Keys 8 (warp % 4) ... and 64 bytes of each segment are this warp's where scores are added up; a segment of each
+    // key where values are.
+    const int32 octet = warp % 4, half = warp / 4;
+    const int32 own_key = octet * 8 + lane % 8;
+    const uint32 keys_at = own_key * ROW_BYTES + ((4 * half + lane / 8 ^ lane % 8) << 4);
+    const uint32 queries_at = base + QUERIES + lane % 16 * ROW_BYTES + ((4 * half + lane / 16 ^ lane % 8) << 4);
+    const uint32 values_at = lane % 16 * ROW_BYTES + warp * 128 + ((lane / 16 ^ lane % 8) << 4);
+
+    #pragma unroll 1
+    for (int32 first = begin; first < end; first += KEYS) {
+        if (first == begin) tensor::wait_for_all_but_last_copies();
+        else tensor::wait_for_all_copies();
+        // The keys, to all warps; and all are through with the keys before.
+        __syncthreads();
+        if (first > begin && first + KEYS < end) {
+            copy_keys(first + KEYS, next_row);
+            next_row = row_of(first + 2 * KEYS);
+        }
+        if (first == begin) {
+            #pragma unroll
+            for (int32 i = 0; i < 9; ++i)
+                #pragma unroll
+                for (int32 k = 0; k < 2; ++k)
+                    tensor::load_matrices(queries[i][k], (queries_at ^ k << 5) + i * 128);
+        }
+        const uint32 stage = base + (first - begin) / KEYS % STAGES * STAGE_BYTES;
+
+        if (first + octet * 8 < end) {
+            float scores[2][4] = {};
+            #pragma unroll
+            for (int32 i = 0; i < 9; ++i) {
+                uint32 keys[4];
+                tensor::load_matrices(keys, stage + keys_at + i * 128);
+                #pragma unroll
+                for (int32 k = 0; k < 2; ++k)
+                    tensor::multiply(scores[k], queries[i][k], keys[2 * k], keys[2 * k + 1], T());
+            }
+            const uint32 at =
+                base + SCORES + half * SCORES_BYTES + lane / 4 * SCORES_PITCH + octet * 32 + lane % 4 * 8;
+            tensor::store2(at, scores[0][0] + scores[1][0], scores[0][1] + scores[1][1]);
+            tensor::store2(at + 8 * SCORES_PITCH, scores[0][2] + scores[1][2], scores[0][3] + scores[1][3]);
+        }
+        const int32 key = first + lane, node = key - prefix;
+        uint32 seen[2];
+        #pragma unroll
+        for (int32 r = 0; r < 2; ++r)
+            seen[r] = key >= end ? 0 : node < 0 ? 1 : seen_words[r][node / 32] >> node % 32 & 1;
+        // Half sums of scores, to the warp that weighs a row.
+        __syncthreads();
+
+        bool apart = false;
+        #pragma unroll
+        for (int32 r = 0; r < 2; ++r) {
+            const uint32 at = base + SCORES + (own_row + r) * SCORES_PITCH + lane * 4;
+            const float score = (tensor::load1(at) + tensor::load1(at + SCORES_BYTES)) * scale;
+            // A key that is not seen, but whose score is not finite, is perhaps itself not: then it must be kept apart.
+            apart = apart || (!seen[r] && key < end && own_row + r < used_rows && !(fabsf(score) <= GREATEST));
+            const float top = fmaxf(tops[r], plain::max_of_warp(seen[r] ? score : -GREATEST));
+            const float factor = tensor::exp2_of(tops[r] - top);
+            const uint32 weight = tensor::pack(seen[r] ? tensor::exp2_of(score - top) : -0.f, 0.f, T());
+            totals[r] = totals[r] * factor + (seen[r] ? tensor::unpack(weight, T()).x : 0.f);
+            tops[r] = top;
+            tensor::store_half(base + WEIGHTS + (own_row + r) * WEIGHTS_PITCH + lane * 2, weight);
+            if (lane == 0) tensor::store1(base + FACTORS + (own_row + r) * 4, factor);
+        }
+        apart = __any_sync(ALL_LANES, apart);
+        if (lane == 0) tensor::store_byte(base + APART + warp, apart);
+        // The weights and factors of all rows, to all warps.
+        __syncthreads();
+
+        uint32 flags[2];
+        tensor::load2(flags, base + APART);
+        #pragma unroll
+        for (int32 r = 0; r < 2; ++r) {
+            const float factor = tensor::load1(base + FACTORS + (lane / 4 + 8 * r) * 4);
+            #pragma unroll
+            for (int32 n = 0; n < 8; ++n) sums[n][2 * r] *= factor, sums[n][2 * r + 1] *= factor;
+        }
+        const uint32 weights_at = base + WEIGHTS + lane % 16 * WEIGHTS_PITCH + lane / 16 * 16;
+        const auto add_up = [&](auto is_apart) {
+            #pragma unroll(is_apart.is ? 1 : 2)
+            for (int32 k = 0; k < KEYS; k += 16) {
+                uint32 weights[4];
+                tensor::load_matrices(weights, weights_at + k * 2);
+                #pragma unroll
+                for (int32 j = 0; j < 4; ++j) {
+                    uint32 values[4];
+                    tensor::load_transposed(values, ((stage + values_at) ^ j << 5) + k * ROW_BYTES);
+                    add_values<is_apart.is>(sums[2 * j], weights, values[0], values[1], T());
+                    add_values<is_apart.is>(sums[2 * j + 1], weights, values[2], values[3], T());
+                }
+            }
+        };
+        if (__builtin_expect((flags[0] | flags[1]) != 0, 0)) add_up(tensor::Bool<true>());
+        else add_up(tensor::Bool<false>());
+    }
+
+    // The parts meet: each block puts its sums to where keys were, and adds up some columns of all.
+    tensor::wait_for_all_copies();
+    // All are through with the keys.
+    __syncthreads();
+    #pragma unroll
+    for (int32 r = 0; r < 2; ++r) {
+        const float total = plain::sum_of_warp(totals[r]);
+        if (lane == 0) {
+            tensor::store1(base + TOPS + (own_row + r) * 4, tops[r]);
+            tensor::store1(base + TOTALS + (own_row + r) * 4, total);
+        }
+        #pragma unroll
+        for (int32 n = 0; n < 8; ++n)
+            tensor::store2(
+                base + SUMS + (lane / 4 + 8 * r) * SUMS_PITCH + warp * 256 + n * 32 + lane % 4 * 8, sums[n][2 * r],
+                sums[n][2 * r + 1]);
+    }
+    // What each part has added up, to the cluster.
+    cluster_sync();
+    for (int32 i = t; i < ROWS * chunks; i += THREADS) {
+        const int32 row = i / chunks, chunk = first_chunk + i % chunks;
+        float top = -GREATEST, total = 0.f, part_tops[MOST_PARTS], part_totals[MOST_PARTS];
+        float4 part_sums[MOST_PARTS], sum = make_float4(0.f, 0.f, 0.f, 0.f);
+        #pragma unroll
+        for (int32 p = 0; p < MOST_PARTS; ++p) {
+            const uint32 there = address_in_block(base, min(p, parts - 1));
+            part_tops[p] = read_from_cluster(there + TOPS + row * 4);
+            part_totals[p] = p < parts ? read_from_cluster(there + TOTALS + row * 4) : 0.f;
+            part_sums[p] = read4_from_cluster(there + SUMS + row * SUMS_PITCH + chunk * 16);
+            top = fmaxf(top, part_tops[p]);
+        }
+        #pragma unroll
+        for (int32 p = 0; p < MOST_PARTS; ++p) {
+            if (p == parts) break;
+            const float factor = tensor::exp2_of(part_tops[p] - top);
+            total += part_totals[p] * factor;
+            sum.x += part_sums[p].x * factor, sum.y += part_sums[p].y * factor;
+            sum.z += part_sums[p].z * factor, sum.w += part_sums[p].w * factor;
+        }
+        const float inverse = total == 0.f ? 0.f : __fdividef(1.f, total);
+        if (first_row + row < rows)
+            *reinterpret_cast<uint2*>(to + row * C + chunk * 4) =
+                row < used_rows ? make_uint2(tensor::pack(sum.x * inverse, sum.y * inverse, T()),
+                                             tensor::pack(sum.z * inverse, sum.w * inverse, T()))
+                                : make_uint2(0, 0);
+    }
+    // All have read what the others have added up, and blocks may end.
+    cluster_sync();
+}
+
+}  // namespace few
+
+#define DDTREE_FEW(suffix, T)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(256, 1) attend_few_##suffix(                                       \
+        const T* q, const T* cache, const int32* page_table, const int32* prefix_lens, const uint32* words,         \
+        const int32* node_counts, T* out, float scale, int32 N, int32 H, uint32 S, uint32 page_factor,              \
+        uint32 page_shift, int32 max_pages)                                                                         \
+    {                                                                                                               \
+        wait_for_earlier();                                                                                         \
+        few::attend<T>(q, cache, page_table, prefix_lens, words, node_counts, out, scale, N, H, S, page_factor,     \
+                       page_shift, max_pages);                                                                      \
+    }
+DDTREE_FEW(f16, __half)
+DDTREE_FEW(bf16, __nv_bfloat16)
+DDTREE_SHARED(attend_few_f16, few::SHARED);
+DDTREE_SHARED(attend_few_bf16, few::SHARED);

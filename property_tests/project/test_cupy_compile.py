@@ -77,7 +77,8 @@ def test_verify_attention_is_launched_with_what_its_source_states(arch):
     needs_nvrtc()
     launcher = importlib.import_module("ddtree.kernels.cupy.verify_attention")
     stated = {k.kernel: k.dynamic_shared for k in compiled("verify_attention", arch) if k.dynamic_shared > 0}
-    assert stated == {f"attend_{suffix}": launcher.SHARED for suffix in ("f16", "bf16")}
+    shared = {"attend": launcher.SHARED, "attend_few": launcher.FEW_SHARED}
+    assert stated == {f"{name}_{suffix}": size for name, size in shared.items() for suffix in ("f16", "bf16")}
 
 
 def test_the_committed_table_is_that_of_the_sources():

@@ -15,7 +15,7 @@ from ddtree.kernels.cupy.build_tree import most_kept, paths_size
 from ddtree.kernels.cupy.linear import form_of
 from ddtree.kernels.cupy.program import PROGRAMS, program_source
 from ddtree.kernels.cupy.topk_log_probs import power_of_2
-from ddtree.kernels.cupy.verify_attention import plain_parts
+from ddtree.kernels.cupy.verify_attention import few_parts, plain_parts
 
 
 @pytest.mark.parametrize("program", ["build_tree", "linear", "topk_log_probs"])
@@ -42,7 +42,11 @@ def test_sizes():
 def test_a_context_is_split_until_the_gpu_is_full_and_no_finer_than_its_tiles():
     sizes = (0, 1, 63, 64, 100, 512, 2048, 100_000)
     assert [plain_parts(keys, 2, 132) for keys in sizes] == [1, 1, 2, 2, 4, 16, 64, 64]
-    assert [plain_parts(2048, blocks, 132) for blocks in (1, 16, 64, 130, 2000)] == [64, 64, 16, 4, 1]
+    assert [plain_parts(2048, blocks, 132) for blocks in (1, 16, 64, 130, 2000)] == [64, 16, 4, 2, 1]
+
+
+def test_clusters_of_few_rows_leave_room_for_one_another():
+    assert [few_parts(tiles, 132) for tiles in (1, 8, 9, 16, 17, 66, 67, 132, 133)] == [8, 8, 4, 4, 2, 2, 1, 1, 0]
 
 
 def on_device(dtype, *shape, address=512):
@@ -110,7 +114,7 @@ def test_a_launch_that_the_driver_refuses_is_an_error(monkeypatch):
 
     def refuse(launch, function, pointers, extra):
         config = launch._obj
-        seen.append((list(config.grid), list(config.block), config.shared, config.count, config.attributes[0].value))
+        seen.append((list(config.grid), list(config.block), config.shared, config.count, config.attributes[0].value[0]))
         seen.append(ctypes.cast(pointers[1], ctypes.POINTER(ctypes.c_int32))[0])
         return 1
 
