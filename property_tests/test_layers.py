@@ -47,6 +47,14 @@ def swiglu_terms(x, gate_up, down):
     return (gate * up) @ np.abs(down).T
 
 
+@given(seed=SEEDS, tokens=st.lists(st.integers(-3, 12), max_size=9), V=st.integers(1, 10), width=SIZES)
+def test_rows_of_an_embedding(seed, tokens, V, width):
+    table, token_ids = normal(seed, V, width), np.array(tokens, np.int32)
+    expected = reference.embed_tokens(table, token_ids)
+    assert_same(layers.embed_tokens(table, token_ids), expected)
+    assert expected[:, 0].tolist() == [table[t if 0 <= t < V else 0, 0] for t in tokens]
+
+
 @DTYPES
 @given(seed=SEEDS, rows=st.integers(0, 4), width=SIZES, size=st.sampled_from([1e-3, 1.0, 1e3]))
 def test_rms_norm(dtype, seed, rows, width, size):

@@ -12,6 +12,7 @@ from ddtree.reference.choose_tokens import choose_tokens
 from ddtree.reference.commit_round import commit_round
 from ddtree.reference.compact_cache import compact_cache
 from ddtree.reference.compact_layers import compact_layers, layer_table
+from ddtree.reference.embed_tokens import embed_tokens
 from ddtree.reference.emitted_tokens import emitted_tokens
 from ddtree.reference.find_draft_fault import find_draft_fault
 from ddtree.reference.find_tree_fault import find_tree_fault
@@ -49,6 +50,7 @@ __all__ = [
     "compact_cache",
     "compact_layers",
     "deinterleave",
+    "embed_tokens",
     "emitted_tokens",
     "find_draft_fault",
     "find_tree_fault",

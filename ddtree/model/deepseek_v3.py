@@ -191,7 +191,7 @@ class DeepseekV3:
         ----------
         tree : DraftTree
             B trees of N slots; a prompt is a :func:`ddtree.trees.chain_tree`. A count of 0 is a free place in the
-            batch. Arrays on the host are taken to a model on the GPU; there, token ids below 0 are read as 0.
+            batch. Arrays on the host are taken to a model on the GPU; there, what is no token id is read as 0.
         cache : KVCache
             Storage of :meth:`new_cache`'s shape and type. Node i of request b goes to row ``prefix_lens[b] + i``;
             unused slots write nothing, and rows that no node sees are not read.
@@ -216,7 +216,7 @@ class DeepseekV3:
         tree = _in_namespace(xp, tree)
         nodes = self._place(tree, cache, hidden_layers)
         B, N = tree.token_ids.shape
-        h = _rows_of(self._embedding, nodes.token_ids)
+        h = ops.embed_tokens(self._embedding, nodes.token_ids)
         hidden_states = {0: nodes.to_slots(h)} if 0 in hidden_layers else {}
         for i, layer in enumerate(self._layers):
             h = self._attention(h, layer.attention, nodes, tree, cache, i)
@@ -303,7 +303,7 @@ class DeepseekV3:
                 frequencies=self._frequencies,
                 attention_factor=c.attention_factor,
             )
-            return _Nodes((B, N), None, xp.maximum(tree.token_ids, 0).reshape(-1), tree.node_counts, rope)
+            return _Nodes((B, N), None, tree.token_ids.reshape(-1), tree.node_counts, rope)
         where = RowsOfPass(prefix, tree, self._frequencies, c.attention_factor, self.dtype)
         token_ids = tree.token_ids.reshape(-1)[where.slots]
         if len(token_ids) > 0:

@@ -25,6 +25,7 @@ from ddtree.trees import DraftTree
 
 __all__ = [
     "RowsOfPass",
+    "embed_tokens",
     "head_linear",
     "linear",
     "moe_experts",
@@ -37,6 +38,24 @@ __all__ = [
     "sigmoid",
     "swiglu",
 ]
+
+
+def embed_tokens(table: Any, token_ids: Any) -> Any:
+    """Rows of an embedding.
+
+    Parameters
+    ----------
+    table : array, float, shape (V, D)
+        A row for each token.
+    token_ids : array, int32, shape (M,)
+        Tokens. One that is none, below 0 or from V on, as padding may have, is read as token 0.
+
+    Returns
+    -------
+    array, the type of ``table``, shape (M, D)
+    """
+    rows: Any = table[np.where((token_ids >= 0) & (token_ids < len(table)), token_ids, 0)]
+    return rows
 
 
 def rms_norm(x: Any, weight: Any, *, eps: float) -> Any:

@@ -159,7 +159,7 @@ def multiply(
     tile = form.tile(M)
     if tile == form.sizes[-1] and not form.by_ring:
         # many blocks of few tokens rather than few of many, if all can be resident: W is then read from L2 more often
-        most = THREADS_AT_ONCE * multiprocessors() // (form.threads * H)
+        most = THREADS_AT_ONCE * multiprocessors() // (form.threads * max(1, H))
         tile = next((t for t in form.sizes if blocks_for(M, t[0]) * blocks_for(rows, t[1]) <= most), tile)
     behind = np.uintp(0) if residual is None else contiguous(residual, y.dtype)
     strides = (np.int64(n // a.dtype.itemsize) for a in (x, y) for n in a.strides[:2])

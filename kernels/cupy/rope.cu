@@ -20,6 +20,11 @@
 
 constexpr int32 THREADS = 256;
 constexpr int32 MOST_PAIRS = 1024;  // R / 2; `rope.py` says it too
+constexpr int32 AT_ONCE = 2;        // pairs of heads that a thread loads together
+
+template <typename T> struct Pair {
+    T x, y;
+};
 
 template <typename T>
 __device__ __forceinline__ void rotate(
@@ -29,14 +34,31 @@ __device__ __forceinline__ void rotate(
     double attention_factor, double eps, int32 N, int32 H, int32 P, int32 C, int32 R, int64 latent_stride,
     int64 key_stride, int32 S, int32 max_pages, int32 pairs)
 {
-    wait_for_earlier();
     __shared__ Wide<T> cosines[MOST_PAIRS], sines[MOST_PAIRS], squares[THREADS / 32];
     const int64 slot = blockIdx.x, b = slot / N;
-    const int32 i = int32(slot % N), half = R / 2;
-    // read at once, whether the node is there or not, since each would wait for the one before
-    const int32 nodes = node_counts[b], depth = depths[slot];
-    const int64 prefix = prefix_lens[b], row = prefix + i;
+    const int32 i = int32(slot % N), half = R / 2, pairs_of_heads = H * half;
     T* q_row = q + slot * H * (C + R);
+    const T* query = queries + slot * H * (P + R);
+    const T* latent = latents + slot * latent_stride;
+    const T* key = keys + slot * key_stride;
+    const auto pair_of = [&](const T* from, int32 p) {
+        return Pair<T>{from[pairs ? 2 * p : p], from[pairs ? 2 * p + 1 : half + p]};
+    };
+    Pair<T> some[AT_ONCE];
+    const auto load_some = [&](int32 first) {
+#pragma unroll
+        for (int32 k = 0; k < AT_ONCE; ++k) {
+            const int32 e = min(first + k * THREADS, pairs_of_heads - 1);
+            some[k] = pair_of(query + int64(e / half) * (P + R) + P, e % half);
+        }
+    };
+
+    wait_for_earlier();
+    // What waits for no other load is read at once, whether the node is there or not.
+    const int32 nodes = node_counts[b], depth = depths[slot], prefix = prefix_lens[b], row = prefix + i;
+    if (threadIdx.x < pairs_of_heads) load_some(threadIdx.x);
+    Wide<T> square = 0;
+    for (int32 c = threadIdx.x; c < C; c += THREADS) square += load(latent + c) * load(latent + c);
     if (i >= nodes) {
         for (int32 e = threadIdx.x; e < H * R; e += THREADS)
             q_row[int64(e / R) * (C + R) + C + e % R] = rounded<T>(0.0f);
@@ -49,9 +71,6 @@ __device__ __forceinline__ void rotate(
         cosines[p] = Wide<T>(cosine * attention_factor);
         sines[p] = Wide<T>(sine * attention_factor);
     }
-    const T* latent = latents + slot * latent_stride;
-    Wide<T> square = 0;
-    for (int32 c = threadIdx.x; c < C; c += THREADS) square += load(latent + c) * load(latent + c);
 #pragma unroll
     for (int32 step = 16; step > 0; step /= 2) square += __shfl_xor_sync(ALL_LANES, square, step);
     if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = square;
@@ -61,18 +80,21 @@ __device__ __forceinline__ void rotate(
 #pragma unroll
     for (int32 w = 0; w < THREADS / 32; ++w) square += squares[w];
     const Wide<T> scale = scale_of(square, C, eps);
-    const auto rotate_pair = [&](const T* from, T* to, int32 p) {
-        const Wide<T> x = load(from + (pairs ? 2 * p : p)), y = load(from + (pairs ? 2 * p + 1 : half + p));
+    const auto rotate_pair = [&](const Pair<T>& pair, T* to, int32 p) {
+        const Wide<T> x = load(&pair.x), y = load(&pair.y);
         to[p] = rounded<T>(x * cosines[p] - y * sines[p]);
         to[half + p] = rounded<T>(y * cosines[p] + x * sines[p]);
     };
-    const T* query = queries + slot * H * (P + R);
-    for (int32 e = threadIdx.x; e < H * half; e += THREADS) {
-        const int64 h = e / half;
-        rotate_pair(query + h * (P + R) + P, q_row + h * (C + R) + C, e % half);
+    for (int32 first = threadIdx.x; first < pairs_of_heads; first += AT_ONCE * THREADS) {
+        if (first >= AT_ONCE * THREADS) load_some(first);
+#pragma unroll
+        for (int32 k = 0; k < AT_ONCE; ++k) {
+            const int32 e = first + k * THREADS;
+            if (e < pairs_of_heads) rotate_pair(some[k], q_row + int64(e / half) * (C + R) + C, e % half);
+        }
     }
     for (int32 c = threadIdx.x; c < C; c += THREADS) place[c] = rounded<T>(load(latent + c) * scale * load(gain + c));
-    for (int32 p = threadIdx.x; p < half; p += THREADS) rotate_pair(keys + slot * key_stride, place + C, p);
+    for (int32 p = threadIdx.x; p < half; p += THREADS) rotate_pair(pair_of(key, p), place + C, p);
 }
 
 #define ROTATE(name, T)                                                                                                \

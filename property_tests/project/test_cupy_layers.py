@@ -20,7 +20,7 @@ FLOATS = {
     "float64": np.float64,
 }
 DTYPES = pytest.mark.parametrize("dtype", FLOATS)
-ALLOCATING = ("cublas", "head_linear", "linear", "moe_experts", "rms_norm", "route_experts", "swiglu")
+ALLOCATING = ("cublas", "embed_tokens", "head_linear", "linear", "moe_experts", "rms_norm", "route_experts", "swiglu")
 
 
 @pytest.fixture
@@ -163,6 +163,7 @@ def test_head_linear(cp, dtype):
         assert (q[..., outputs:] == 7).all()
     with pytest.raises(ValueError, match=r"out must have neighbouring elements in its last axis, got strides"):
         kernels.head_linear(cp.ones((1, 2, 8)), cp.ones((2, 4, 8)), out=cp.ones((1, 2, 8))[..., ::2])
+    assert kernels.head_linear(cp.ones((3, 0, 8)), cp.ones((0, 4, 8))).shape == (3, 0, 4)
 
 
 def swiglu_of(x, gate_up, down):
@@ -253,6 +254,16 @@ def test_rms_norm(cp, dtype):
             if x.ndim == 2:
                 got = kernels.rms_norm(beside(cp, x, dtype), cp.asarray(weight), eps=1e-6)
                 assert_layer(got, expected, dtype, scale)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("V, D, M", [(5, 7, 9), (300, 1024, 40), (1, 2, 1), (9, 6, 0), (40, 5000, 3)])
+def test_rows_of_an_embedding(cp, dtype, V, D, M):
+    rng = np.random.default_rng(8)
+    table, _ = normal(rng, dtype, V, D)
+    token_ids = rng.integers(-2, V + 2, M).astype(np.int32)
+    got = kernels.embed_tokens(cp.asarray(table), cp.asarray(token_ids))
+    assert_same(got.get(), reference.embed_tokens(table, token_ids))
 
 
 @DTYPES
