@@ -287,7 +287,7 @@ class _Batch:
         self.shape = (B, N)
         self.device = device_of(cache.like).number
         self._handle, self.stream = -1, None  # of this round
-        self.ops = {op: serving(op, like) for op in ("build_tree", "tree_positions", "choose_tokens", "accept_tree")}
+        self.ops = {op: serving(op, like) for op in ("build_tree", "tree_positions", "accept_tree")}
         self.keys = xp.asarray(run.keys[self.requests])
 
         # where each request stands; the masks' places, and where the draft is
@@ -469,7 +469,7 @@ class _Batch:
             self._prepare(logits)
         logits = logits.contiguous()
         address = logits.data_ptr()
-        if address % self._word:
+        if address % 16:
             logits = logits.clone()
             address = logits.data_ptr()
         self._logits_at[0] = address
@@ -524,12 +524,17 @@ class _Batch:
         run, built, results = self.run, self.built, self._results
         sampling = {name: run.sampling[name] for name in ("temperature", "top_p", "seed")}
         logits = import_array(self._logits)
-        self.cache.kernels.copy_rows(self._logits_slot, logits.reshape(1, -1), word=self._word)
+        greedy, kernels = sampling["temperature"] == 0, self.cache.kernels
+        if not greedy:
+            kernels.copy_rows(self._logits_slot, logits.reshape(1, -1), word=self._word)
         with results.arrays(built.end):
-            choices = self.ops["choose_tokens"](logits, request_ids=self.keys, positions=built.positions, **sampling)
+            if greedy:  # which reads the logits once, where they are
+                choices = kernels.choose_tokens(logits, place=self._logits_slot[:1])
+            else:
+                choices = kernels.choose_tokens(logits, request_ids=self.keys, positions=built.positions, **sampling)
             kept = self.ops["accept_tree"](built.tree, choices, remaining=self.remaining, stop_token_ids=run.stops)
-            self.cache.kernels.compact_layers(self._table, self.prefix_lens, self.tree_rows, kept)
-            emitted = self.cache.kernels.emitted_tokens(built.tree, kept)
+            kernels.compact_layers(self._table, self.prefix_lens, self.tree_rows, kept)
+            emitted = kernels.emitted_tokens(built.tree, kept)
             results.fetch()
         tree, path = built.tree, (kept.node_indices, kept.lengths, kept.bonus_token_ids, kept.finished)
         fields = (tree.token_ids, tree.parents, tree.depths, tree.ranks, tree.scores, tree.node_counts)

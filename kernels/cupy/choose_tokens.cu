@@ -5,6 +5,8 @@
 // blocks find they read from each other's shared memory, so that one launch does everything.
 //
 //   logits       (rows, V), f16, bf16, f32 or f64
+//   place        int64 (1)         or null: of greedy choices, the address of the logits if it is known only when the
+//                                  kernel runs
 //   positions    int32 (rows)      of sampling
 //   request_ids  int64 (rows / N)  or null: a request's id is its index
 //   chosen       int32 (rows)      written in full; -1 where a row has NaN, +inf or nothing finite
@@ -590,11 +592,22 @@ __device__ __forceinline__ void sample(
     if (cluster_rank() == 0 && threadIdx.x == 0) chosen[row] = token;
 }
 
+// The logits, to all threads of a block; one of them reads the place, which may be in the host's memory.
+template <typename T> __device__ __forceinline__ const T* found(const T* logits, const int64* place)
+{
+    __shared__ int64 address;
+    if (place == nullptr) return logits;
+    if (threadIdx.x == 0) address = *place;
+    // The address, to all threads.
+    __syncthreads();
+    return reinterpret_cast<const T*>(address);
+}
+
 #define CHOOSE_GREEDY(name, T)                                                                                     \
     extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 4)                        \
-        name(const T* logits, int32* chosen, uint32 V, int32 aligned)                                              \
+        name(const T* logits, const int64* place, int32* chosen, uint32 V, int32 aligned)                          \
     {                                                                                                              \
-        greedy(logits, chosen, V, aligned);                                                                        \
+        greedy(found(logits, place), chosen, V, aligned);                                                          \
     }
 
 #define CHOOSE_SAMPLED(name, T, CUT, MIN_BLOCKS)                                                                   \

@@ -21,20 +21,27 @@ def choose_tokens(
     seed: int = 0,
     request_ids: Any = None,
     positions: Any = None,
+    place: Any = None,
 ) -> Any:
-    """Argmax of the logits, or of logits / temperature plus keyed noise. See :func:`ddtree.choose_tokens`."""
+    """Argmax of the logits, or of logits / temperature plus keyed noise. See :func:`ddtree.choose_tokens`.
+
+    With ``place``, an array int64 (1,), at temperature 0, ``logits`` only say of which shape and type they are, and
+    ``place`` where they are when the kernel runs: the address of a contiguous array that is aligned to 16 bytes. So a
+    captured graph may be given others each time.
+    """
     B, N, V = logits.shape
     chosen = empty((B, N), np.int32)
     if V == 0:
         chosen.fill(-1)
         return chosen
-    logits = contiguous(logits)
+    if place is None:
+        logits = contiguous(logits)
     step = 8 if logits.dtype.itemsize == 2 else 4  # logits that a lane reads at once
-    aligned = np.int32(logits.data.ptr % 16 == 0 and V % step == 0)
+    aligned = np.int32((place is not None or logits.data.ptr % 16 == 0) and V % step == 0)
     if temperature == 0:
         launch(
             *("choose_tokens", f"choose_greedy_{suffix_of(logits)}", B * N * BLOCKS, THREADS),
-            *(logits, chosen, np.uint32(V), aligned),
+            *(logits, np.uintp(0) if place is None else place, chosen, np.uint32(V), aligned),
         )
     else:
         name = "choose_from_nucleus" if top_p < 1 else "choose_sampled"

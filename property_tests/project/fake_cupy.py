@@ -284,9 +284,17 @@ def copy_rows(slots, out, *, word=4, fill=0):
             rows[:, :width] = np.ndarray((len(rows), width), rows.dtype, held)
 
 
+def choose_tokens(logits, *, place=None, **options):
+    """Of logits that are here, or where the place says."""
+    if place is not None:
+        held = (ctypes.c_char * logits.nbytes).from_address(int(place[0]))
+        logits = np.ndarray(logits.shape, logits.dtype, held)
+    return reference.choose_tokens(logits, **options)
+
+
 IN_PLACE = (copy_rows, reference.tree_mask, reference.compact_layers)
 OPS = (
-    *("build_tree", "tree_positions", "choose_tokens", "accept_tree"),
+    *("build_tree", "tree_positions", "accept_tree"),
     *("guard_draft", "tree_inputs", "emitted_tokens"),
 )
 
@@ -294,7 +302,7 @@ OPS = (
 def module_of_kernels():
     """What is ``ddtree.kernels.cupy``."""
     functions = [getattr(reference, op) for op in OPS]
-    named = {f.__name__: kernel(f) for f in (*functions, *IN_PLACE)}
+    named = {f.__name__: kernel(f) for f in (*functions, choose_tokens, *IN_PLACE)}
     return SimpleNamespace(
         **named, __name__="ddtree.kernels.cupy", array_kind="cupy", layer_table=reference.layer_table
     )

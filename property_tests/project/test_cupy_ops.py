@@ -150,6 +150,26 @@ def test_choices_from_memory_that_is_not_aligned(cp, dtype, vocab):
     assert_same(kernels.choose_tokens(shifted, **sent).get(), numba_cpu.choose_tokens(logits, **options))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("vocab", [1, 50, 4096, 32_768])
+def test_choices_from_where_a_place_says(cp, dtype, vocab):
+    rng, like = np.random.default_rng(5), cp.zeros((4, 2, vocab), dtype)
+    place = cp.full(1, like.data.ptr, np.int64)
+    graph, chosen, stream = captured(cp, lambda: kernels.choose_tokens(like, place=place))
+    pinned = np.frombuffer(cp.cuda.alloc_pinned_memory(like.nbytes), dtype, like.size).reshape(like.shape)
+    for _ in range(3):
+        logits = grid_logits(rng, 8, vocab, dtype)
+        pinned[...] = logits
+        on_device = cp.asarray(logits)
+        for address in (on_device.data.ptr, pinned.ctypes.data):
+            place[...] = address
+            cp.cuda.Device().synchronize()
+            graph.launch(stream)
+            stream.synchronize()
+            with np.errstate(over="ignore"):
+                assert_same(chosen.get(), numba_cpu.choose_tokens(logits))
+
+
 def test_choices_of_the_reference_itself(cp):
     rng = np.random.default_rng(6)
     logits = (3 * rng.standard_normal((1, 3, 163_840))).astype(ml_dtypes.bfloat16)
