@@ -223,10 +223,9 @@ def _attention_at_full_width() -> list[str]:
 
     from ddtree.analysis.benchmarks.bench import FAR, exact_attention, some_rows, worst_error
     from ddtree.analysis.benchmarks.cases import attention_inputs
-    from ddtree.kernels.cupy import verify_attention
     from ddtree.property_tests.cases import map_arrays
 
-    wrong = []
+    verify_attention, wrong = importlib.import_module("ddtree.kernels.cupy").verify_attention, []
     for dtype, page, heads, nodes, context in ((np.float16, 3, 5, 13, 50), (ml_dtypes.bfloat16, 16, 8, 17, 300)):
         inputs = attention_inputs(2, heads, nodes, context, dtype, page)
         rows = some_rows(inputs)
