@@ -10,8 +10,9 @@ bound, since without these waits the host's part hides behind the GPU's.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -249,26 +250,24 @@ def _parts(decoder: DDTreeDecoder, prompt: Any, new_tokens: int) -> tuple[float,
     """Microseconds of a round inside the forward, outside, and in the drafter: medians, but of the first rounds.
 
     By the GPU's clock, on the model's stream: outside is what passes from the end of a forward's last kernel until the
-    next forward has been called and all it reads is there. The drafter's, which is within that, is the host's time.
+    next forward has been called and all it reads is there. The drafter's, which is within that, is the host's time, of
+    generations of their own.
     """
     import torch
 
     model, draft = decoder.target.model, decoder.drafter
-    unused = [torch.cuda.Event(enable_timing=True) for _ in range(4 * new_tokens + 4)]
-    for event in unused:
-        event.record()  # which makes it
-    events: list[Any] = []
-    drafting: list[float] = []
+    stream = torch.cuda.current_stream(next(model.parameters()).device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * new_tokens + 4)]
+    for event in events:
+        event.record(stream)  # which makes it
     forward = model.forward
-
-    def mark() -> None:
-        events.append(unused.pop())
-        events[-1].record()
+    marks: Iterator[Callable[[], None]] = iter(())
+    drafting: list[float] = []
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        mark()
+        next(marks)()
         result = forward(*args, **kwargs)
-        mark()
+        next(marks)()
         return result
 
     def drafted(context: Any, depth: int, topk: int) -> Any:
@@ -277,18 +276,20 @@ def _parts(decoder: DDTreeDecoder, prompt: Any, new_tokens: int) -> tuple[float,
         drafting.append(time.perf_counter() - start)
         return result
 
-    model.forward, decoder.drafter = marked, drafted
+    model.forward = marked
     try:
         for _ in range(2):
-            events.clear()
-            drafting.clear()
+            marks = iter([functools.partial(event.record, stream) for event in events])
             decoder.generate([prompt], new_tokens)
+        model.forward, decoder.drafter = forward, drafted
+        decoder.generate([prompt], new_tokens)
     finally:
         model.forward, decoder.drafter = forward, draft
     torch.cuda.synchronize()
-    if len(events) < 10:
+    marked_events = events[: len(events) - len(list(marks))]
+    if len(marked_events) < 10:
         raise ValueError(f"new_tokens must be enough for more rounds than are left out, got {new_tokens}")
-    between = [1e3 * first.elapsed_time(second) for first, second in pairwise(events)]
+    between = [1e3 * first.elapsed_time(second) for first, second in pairwise(marked_events)]
     # the first forward is the prompt's, and the next rounds are captured
     within, outside, drafts = (
         float(np.median(times[3:])) for times in (between[::2], between[1::2], 1e6 * np.array(drafting))
