@@ -236,9 +236,11 @@ def _random_drafts(
 class _Texts:
     """Random prompts of one model, and their autoregressive tokens under every sampling, one request at a time."""
 
-    def __init__(self, target: DeepseekV3, backend: str | None, rng: np.random.Generator, count: int) -> None:
+    def __init__(
+        self, target: DeepseekV3, backend: str | None, rng: np.random.Generator, count: int, most_new: int
+    ) -> None:
         self.engine = Engine(target, backend=backend, max_batch=1)
-        self.vocab_size, self.rng, self.count = target.vocab_size, rng, count
+        self.vocab_size, self.rng, self.count, self.most_new = target.vocab_size, rng, count, most_new
 
     def renew(self) -> None:
         """Draw other prompts."""
@@ -247,7 +249,7 @@ class _Texts:
         self.keys = self.rng.integers(0, 2**63 - 1, self.count).tolist()
         self.tokens = {
             sampling: self.engine.generate(
-                self.prompts, MOST_NEW, mode="autoregressive", request_ids=self.keys, **asdict(sampling)
+                self.prompts, self.most_new, mode="autoregressive", request_ids=self.keys, **asdict(sampling)
             ).tokens
             for sampling in SAMPLINGS
         }
@@ -270,7 +272,7 @@ def _draw(texts: _Texts, rng: np.random.Generator) -> _Run:
     """Some of the prompts, more than a batch, with or without stops that some of them meet."""
     sampling = SAMPLINGS[int(rng.integers(len(SAMPLINGS)))]
     chosen = rng.integers(0, texts.count, int(rng.integers(1, 3 * BATCH + 1))).tolist()
-    most = int(rng.integers(1, MOST_NEW + 1))
+    most = int(rng.integers(1, texts.most_new + 1))
     known = [texts.tokens[sampling][i][:most] for i in chosen]
     every = np.concatenate(known)
     stops = sorted({int(token) for token in rng.choice(every, 2)}) if rng.random() < 0.5 else []
@@ -459,14 +461,14 @@ class _Subject:
 class _Soak:
     """Models, engines, and what was found so far."""
 
-    def __init__(self, models: tuple[str, ...], record: Record, texts: int) -> None:
+    def __init__(self, models: tuple[str, ...], record: Record, texts: int, most_new: int) -> None:
         given = record.settings
         self.record, self.dtype, self.backend = record, given["dtype"], given["backend"]
         self.rng = np.random.default_rng(given["seed"])
         self.exact: dict[str, DeepseekV3] = {}
         self.targets = {name: MODELS[name](self.dtype, self.backend) for name in models}
         on_gpu = any(array_kind(target.embedding) == "cupy" for target in self.targets.values())
-        self.texts = {name: _Texts(t, self.backend, self.rng, texts) for name, t in self.targets.items()}
+        self.texts = {name: _Texts(t, self.backend, self.rng, texts, most_new) for name, t in self.targets.items()}
         self.memory = _Memory(on_gpu)
         self.subjects = [
             self._subject(name, depth, budget, kind)
@@ -649,6 +651,7 @@ def soak(
     resident: bool | None = None,
     models: tuple[str, ...] = ("random", "golden"),
     texts: int = TEXTS,
+    most_new: int | None = None,
     most_waited: int | None = None,
     written: Callable[[Record], Any] = lambda record: None,
 ) -> Record:
@@ -670,6 +673,8 @@ def soak(
         "random", "golden", or both.
     texts : int
         Prompts whose autoregressive tokens are known at a time, 1 and up.
+    most_new : int
+        Tokens of each that are known, 1 and up: the most that a request is asked for; if left out 48.
     most_waited : int, optional
         Runs by which a soak ends that has done its rounds, though some fault could not be injected; if left out 24.
     written : callable
@@ -699,7 +704,7 @@ def soak(
             settle()
             written(record)
 
-    running = _Soak(models, record, texts)
+    running = _Soak(models, record, texts, MOST_NEW if most_new is None else most_new)
     gc.freeze()  # what is there before is no growth, and need not be looked through at each sample
     record.sampled_rounds, record.memory, record.graphs = (
         running.memory.rounds,
@@ -748,16 +753,16 @@ EXACT_MODELS: dict[str, Callable[[str], DeepseekV3]] = {
 def exercise(tool: str, rounds: int, dtype: str) -> None:
     """What runs under a tool of compute-sanitizer: a short soak of the golden model on the GPU.
 
-    Every launch takes many times as long there, so that it waits for no fault that it did not meet.
+    Every launch takes many times as long there, so that few tokens are known, and no fault is waited for.
     """
     prepare_for_sanitizer(tool)
-    record = soak(rounds, backend="cupy", dtype=dtype, models=("golden",), texts=2, most_waited=0)
+    record = soak(rounds, backend="cupy", dtype=dtype, models=("golden",), texts=2, most_new=8, most_waited=0)
     if record.faults:
         raise SystemExit("\n".join(record.faults))
 
 
-def sanitized(record: Record, rounds: int) -> None:
-    """Have each tool of compute-sanitizer watch a short soak, and record what it says."""
+def sanitized(record: Record, rounds: int, written: Callable[[Record], Any] = lambda record: None) -> None:
+    """Have each tool of compute-sanitizer watch a short soak, and record what it says, each as soon as it is known."""
     code = f"from ddtree.analysis.soak import exercise; exercise('TOOL', {rounds}, {record.settings['dtype']!r})"
     runs = start_sanitizer(code)
     try:
@@ -766,6 +771,7 @@ def sanitized(record: Record, rounds: int) -> None:
             record.sanitizer[tool] = "found something" if run.returncode else "nothing found"
             if run.returncode:
                 record.faults.append(f"compute-sanitizer {tool}:\n{told[-5000:]}")
+            written(record)
     finally:
         for run in runs.values():
             run.kill()
@@ -852,16 +858,21 @@ def main(
     make_folder(output, names=("soak.json", "soak.svg"))
     if sanitize is not None:
         sanitizer_path()
+
+    def keep(record: Record) -> None:
+        if output is not None:
+            write_json(record, output)
+
     try:
         record = soak(
             rounds, backend=backend, dtype=dtype, seed=seed, resident=resident, models=models, texts=texts,
-            written=(lambda record: write_json(record, output)) if output is not None else lambda record: None,
+            written=keep,
         )  # fmt: skip
     except (BackendUnavailable, ValueError) as error:
         raise click.UsageError(str(error)) from error
     if sanitize is not None:
         with console.status("compute-sanitizer"):
-            sanitized(record, sanitize)
+            sanitized(record, sanitize, keep)
     console.print(table_of(record))
     for fault in record.faults[:20]:
         console.print(fault, markup=False, soft_wrap=True)

@@ -22,7 +22,8 @@ __all__ = ["LAYER_CASES"]
 HIDDEN, ATTENDED, VOCAB, INNER = 7168, 8192, 163_840, 2048
 HEADS, LATENT, ROTATED, UNROTATED, PAGE = 64, 512, 64, 128, 64
 EXPERTS, ROUTED, CHOSEN = 16, 256, 8
-"""Experts that fit in memory beside each other, those that a router chooses from, and how many it chooses."""
+"""Experts that fit in memory beside each other, the last of them every token's; those that a router chooses from, and
+how many it chooses."""
 NEAR = 2e-2
 """Of the largest element: bfloat16 inputs and results, with a sum in between."""
 
@@ -226,20 +227,20 @@ def _route(M: int) -> Case:
 
 def _moe(M: int) -> Case:
     def make() -> dict[str, Any]:
-        ids = np.stack([np.random.default_rng(m).permutation(EXPERTS)[:CHOSEN] for m in range(M)]).astype(np.int32)
+        ids = np.stack([np.random.default_rng(m).permutation(EXPERTS - 1)[:CHOSEN] for m in range(M)]).astype(np.int32)
         return {
             "x": _normal(0, M, HIDDEN),
             "expert_ids": ids,
             "weights": np.full((M, CHOSEN), 0.25, np.float32),
             "gate_up": _normal(1, EXPERTS, 2 * INNER, HIDDEN),
             "down": _normal(2, EXPERTS, HIDDEN, INNER),
+            "shared": 1,
         }
 
-    size, at_work = 3 * INNER * HIDDEN, min(EXPERTS, CHOSEN * M)
+    size, at_work = 3 * INNER * HIDDEN, min(EXPERTS, CHOSEN * M + 1)
     sizes = {"M": M, "experts": EXPERTS, "D": HIDDEN, "inner": INNER}
-    return _case(
-        "moe_experts", sizes, make, _moe_fault, 2.0 * M * CHOSEN * size, 2.0 * (at_work * size + 2 * M * HIDDEN)
-    )
+    flops, moved = 2.0 * M * (CHOSEN + 1) * size, 2.0 * (at_work * size + 2 * M * HIDDEN)
+    return _case("moe_experts", sizes, make, _moe_fault, flops, moved)
 
 
 LAYER_CASES: tuple[Case, ...] = (

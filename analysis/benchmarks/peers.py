@@ -299,10 +299,13 @@ def _experts_one_by_one(torch: Any, inputs: dict[str, Any], device: str) -> Call
     x, ids, weights, gate_up, down = (
         tensor(torch, inputs[name], device) for name in ("x", "expert_ids", "weights", "gate_up", "down")
     )
+    routed = len(gate_up) - inputs["shared"]
 
     def run() -> Any:
         result = torch.zeros_like(x)
-        for expert in range(len(gate_up)):
+        for expert in range(routed, len(gate_up)):
+            result += _gated(torch, x, gate_up[expert], down[expert])
+        for expert in range(routed):
             tokens, places = torch.where(ids == expert)  # waits for the GPU
             if len(tokens):
                 out = _gated(torch, x[tokens], gate_up[expert], down[expert])

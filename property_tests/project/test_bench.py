@@ -204,6 +204,47 @@ def test_a_wrong_rotation_or_row_is_not_timed():
     assert "of the largest" in case.fault(inputs, result)
 
 
+SMALL_LAYERS = {"HIDDEN": 96, "INNER": 40, "HEADS": 3, "LATENT": 24, "UNROTATED": 16, "ROUTED": 32}
+
+
+@pytest.mark.parametrize(
+    "name", ["_rms_norm", "_decoder_linear", "_head_linear", "_swiglu", "_route", "_moe", "_linear"]
+)
+def test_layers_as_the_reference_has_them_are_timed_and_no_others(monkeypatch, name):
+    for size, value in SMALL_LAYERS.items():
+        monkeypatch.setattr(layer_cases, size, value)
+    case = getattr(layer_cases, name)(*((3, 96, 200) if name == "_linear" else (3,)))
+    (op,) = case.ops
+
+    def exactly(**given):
+        wide = {k: a.astype(np.float64) if str(getattr(a, "dtype", "")) == "bfloat16" else a for k, a in given.items()}
+        return getattr(reference, op)(**wide)
+
+    inputs = case.make()
+    result = case.run({op: exactly}, inputs)
+    assert case.fault(inputs, result) == ""
+    wrong = (result[0][:, ::-1], result[1]) if name == "_route" else -result
+    assert case.fault(inputs, wrong) != ""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="optional library torch is not installed")
+@pytest.mark.parametrize("name", ["_rms_norm", "_linear", "_swiglu", "_route", "_moe"])
+def test_peers_of_layers_do_the_same(monkeypatch, name):
+    import torch
+
+    for size, value in SMALL_LAYERS.items():
+        monkeypatch.setattr(layer_cases, size, value)
+    case = getattr(layer_cases, name)(*((3, 96, 200) if name == "_linear" else (3,)))
+    inputs = case.make()
+    for peer in peers.peers_for(case.name, on_gpu=True, slow=False):
+        result = peer.prepare(torch, inputs, "cpu")()
+        if name == "_route":
+            result = result[0].numpy().astype(np.int32), result[1].float().numpy()
+        else:
+            result = result.float().numpy()
+        assert case.fault(inputs, result) == "", peer.name
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="optional library torch is not installed")
 def test_torch_rotates_as_the_kernels_do():
     import torch

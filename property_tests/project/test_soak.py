@@ -75,7 +75,7 @@ def test_an_error_in_an_undisturbed_run_is_a_fault(monkeypatch):
 
     monkeypatch.setattr(soak_module._Memory, "sample", count_down)
     record = soak_module.Record({"dtype": "float32", "backend": None, "seed": 0, "resident": None}, {})
-    whole = soak_module._Soak(("golden",), record, 2)
+    whole = soak_module._Soak(("golden",), record, 2, 48)
     with pytest.raises(KeyboardInterrupt):
         whole.run(100, 0, lambda done: None)
     assert sum("raised RuntimeError: out of order" in fault for fault in record.faults) >= 3
@@ -261,8 +261,9 @@ def test_what_a_sanitizer_finds_is_a_fault(tmp_path, monkeypatch):
     tool.write_text('#!/bin/sh\necho "$@"\ntest "$2" != synccheck || exit 9\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    record = soak_module.Record({"dtype": "bfloat16"}, {})
-    soak_module.sanitized(record, 12)
+    record, kept = soak_module.Record({"dtype": "bfloat16"}, {}), []
+    soak_module.sanitized(record, 12, lambda record: kept.append(len(record.sanitizer)))
+    assert kept == [1, 2, 3, 4]
     assert record.sanitizer == {
         "memcheck": "nothing found", "racecheck": "nothing found", "initcheck": "nothing found",
         "synccheck": "found something",
