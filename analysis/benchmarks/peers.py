@@ -309,7 +309,7 @@ def _experts_one_by_one(torch: Any, inputs: dict[str, Any], device: str) -> Call
             tokens, places = torch.where(ids == expert)  # waits for the GPU
             if len(tokens):
                 out = _gated(torch, x[tokens], gate_up[expert], down[expert])
-                result.index_add_(0, tokens, out * weights[tokens, places, None])
+                result.index_add_(0, tokens, (out * weights[tokens, places, None]).to(result.dtype))
         return result
 
     return run
