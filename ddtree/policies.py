@@ -98,7 +98,7 @@ def cost_aware(budget: int, cost_model: CostModel, *, clamp: bool = False) -> Be
     if integer("budget", budget, 0, INT32_MAX - 1) > cost_model.nodes[-1]:
         raise ValueError(
             f"budget must be at most {cost_model.nodes[-1]}, the most nodes that cost_model was measured with, "
-            f"got {budget}"
+            f"got {budget}: ask for smaller budgets, or measure with more nodes"
         )
     return BestFirst(f"cost_aware({budget})", budget, cost_model=cost_model, clamp=clamp)
 
