@@ -198,7 +198,8 @@ def policy_grid(
     Returns
     -------
     dict of str to list of Policy
-        By series, as :func:`sweep` takes it. A series' name has the limits, where there are several.
+        By series, as :func:`sweep` takes it. A series' name is what was given, with a file's or folder's name for its
+        path if no other has that name, and has the limits, where there are several.
 
     Raises
     ------
@@ -207,11 +208,12 @@ def policy_grid(
     """
     grid: dict[str, list[Policy]] = {}
     limits = [(d, k) for d in depths or (None,) for k in topks or (None,)]
+    short = [_without_folder(spec) for spec in dict.fromkeys(specs)]
     for spec in specs:
         kind, _, value = spec.partition(":")
         make = _maker(kind, value)
         for d, k in dict.fromkeys((d, None) for d, _ in limits) if kind == "chain" else limits:
-            series = spec
+            series = _without_folder(spec) if short.count(_without_folder(spec)) == 1 else spec
             series += f", L ≤ {d}" if d is not None and len(depths) > 1 else ""
             series += f", K ≤ {k}" if k is not None and len(topks) > 1 else ""
             own = [depth if d is None else d] if kind == "chain" else budgets
@@ -220,6 +222,12 @@ def policy_grid(
                 policy = make(budget)
                 grid.setdefault(series, []).append(limited(policy, depth=d, topk=k) if limited_here else policy)
     return grid
+
+
+def _without_folder(spec: str) -> str:
+    """A policy with the name of its file or folder alone, where it has one."""
+    kind, _, value = spec.partition(":")
+    return f"{kind}:{Path(value).name}" if kind in ("cost", "cost-clamped", "static") and Path(value).name else spec
 
 
 def _maker(kind: str, value: str) -> Callable[[int], Policy]:

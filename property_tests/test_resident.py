@@ -654,6 +654,11 @@ def test_wrong_options_are_named(options, message):
         engine_on(AttentionTarget(), NgramDrafter(), **options)
 
 
+def test_resident_is_no_word():
+    with pytest.raises(TypeError, match="resident must be True, False or None, got 'no'"):
+        engine_on(AttentionTarget(), NgramDrafter(), resident="no")
+
+
 def test_a_request_longer_than_the_cache_is_named_before_any_work():
     engine = engine_on(AttentionTarget(), NgramDrafter(), budget=4, cache_rows=40, page_size=16)
     with pytest.raises(ValueError, match=r"prompts\[1\] needs 35 cache rows, for 20 tokens, max_new_tokens = 10 and"):

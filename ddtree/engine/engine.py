@@ -335,6 +335,8 @@ class Engine:
                 "max_batch and cache_rows must be left out for a target that keeps its cache itself, "
                 f"got max_batch={self.max_batch} and cache_rows={self.cache_rows}"
             )
+        if resident not in (None, True, False):
+            raise TypeError(f"resident must be True, False or None, got {resident!r}")
         if resident is None:
             return bool(getattr(self.target, "capturable", False)) and self.policy is None and not keeps_cache
         if resident and (keeps_cache or self.policy is not None):

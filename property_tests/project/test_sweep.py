@@ -327,7 +327,7 @@ def test_grid_has_every_budget_under_every_limit(traces, tmp_path):
     folder = str(traces[0]._chunks[0].parent)
     specs = ["tree", "chain", "spine-first", "all-children:2", "confidence:0.5", f"cost:{tmp_path}/costs.json"]
     grid = policy_grid([*specs, f"static:{folder}"], [1, 4], depth=3)
-    assert list(grid) == [*specs, f"static:{folder}"]
+    assert list(grid) == [*specs[:-1], "cost:costs.json", f"static:{Path(folder).name}"]
     assert [[policy_name(p) for p in ps] for ps in grid.values()] == [
         ["fixed_budget(1)", "fixed_budget(4)"],
         ["chain(3)"],
@@ -657,6 +657,16 @@ def test_sweep_command_says_in_a_line_what_is_wrong(run, traces, words, message)
     assert result.exit_code in (1, 2)
     assert re.search(message, " ".join(result.output.split()))
     assert not (Path("out") / "sweep.csv").exists()
+
+
+def test_files_of_one_name_keep_their_folders(tmp_path):
+    specs = ["tree"]
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        COSTS.save(tmp_path / folder / "costs.json")
+        specs.append(f"cost:{tmp_path}/{folder}/costs.json")
+    assert list(policy_grid(specs, [8], depth=4)) == specs
+    assert list(policy_grid([specs[1], specs[1]], [8], depth=4)) == ["cost:costs.json"]
 
 
 def test_costs_may_be_clamped(tmp_path):
