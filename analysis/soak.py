@@ -38,6 +38,7 @@ from ddtree.analysis.progress import progress_bar
 from ddtree.analysis.verify_on_gpu import prepare_for_sanitizer, sanitizer_path, start_sanitizer
 from ddtree.arrays import array_kind, array_namespace
 from ddtree.backends import BACKENDS
+from ddtree.checks import INT32_MAX, integer
 from ddtree.drafters import NgramDrafter
 from ddtree.engine import Engine, Generation, NonFiniteLogitsError
 from ddtree.kdtr import atomic_write
@@ -674,7 +675,8 @@ def soak(
     texts : int
         Prompts whose autoregressive tokens are known at a time, 1 and up.
     most_new : int
-        Tokens of each that are known, 1 and up: the most that a request is asked for; if left out 48.
+        Tokens of each that are known, 2 and up, since the first comes of the prompt and takes no round: the most that a
+        request is asked for; if left out 48.
     most_waited : int, optional
         Runs by which a soak ends that has done its rounds, though some fault could not be injected; if left out 24.
     written : callable
@@ -685,6 +687,7 @@ def soak(
     Record
         ``faults`` is empty where nothing was wrong.
     """
+    most_new = integer("most_new", MOST_NEW if most_new is None else most_new, 2, INT32_MAX)
     machine: dict[str, Any] = {"devices": devices(), "versions": {k: v for k, v in versions().items() if v}}
     machine["commit"] = commit()
     if backend in BACKENDS:
@@ -704,7 +707,7 @@ def soak(
             settle()
             written(record)
 
-    running = _Soak(models, record, texts, MOST_NEW if most_new is None else most_new)
+    running = _Soak(models, record, texts, most_new)
     gc.freeze()  # what is there before is no growth, and need not be looked through at each sample
     record.sampled_rounds, record.memory, record.graphs = (
         running.memory.rounds,

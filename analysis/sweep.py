@@ -10,10 +10,11 @@ import csv
 import hashlib
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, as_completed
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,6 +47,9 @@ from ddtree.protocols import Policy
 from ddtree.tokens import stop_tokens
 
 __all__ = ["SweepTable", "policy_grid", "sweep", "write_sweep"]
+
+FILED = ("cost", "cost-clamped", "static")
+"""Kinds of policies that are made of a file or folder."""
 
 CELLS = "cells"
 """Folder of the finished cells, beside the tables."""
@@ -178,7 +182,13 @@ def sweep(
 
 
 def policy_grid(
-    specs: Sequence[str], budgets: Sequence[int], *, depths: Sequence[int] = (), topks: Sequence[int] = (), depth: int
+    specs: Sequence[str],
+    budgets: Sequence[int],
+    *,
+    depths: Sequence[int] = (),
+    topks: Sequence[int] = (),
+    depth: int,
+    as_measured: bool = False,
 ) -> dict[str, list[Policy]]:
     """Make the grid of some kinds of policies: each at every budget, and under every limit.
 
@@ -194,12 +204,15 @@ def policy_grid(
         Limits of what a policy sees of a draft; without them it sees all.
     depth : int
         L of the traces.
+    as_measured : bool
+        Leave out budgets of more nodes than a policy's cost model was measured with, which are errors else.
 
     Returns
     -------
     dict of str to list of Policy
         By series, as :func:`sweep` takes it. A series' name is what was given, with a file's or folder's name for its
-        path if no other has that name, and has the limits, where there are several.
+        path if no other has that name, and has the limits, where there are several. Where several policies are made of
+        files, their labels have it too.
 
     Raises
     ------
@@ -209,17 +222,23 @@ def policy_grid(
     grid: dict[str, list[Policy]] = {}
     limits = [(d, k) for d in depths or (None,) for k in topks or (None,)]
     short = [_without_folder(spec) for spec in dict.fromkeys(specs)]
+    of_files = [spec for spec, name in zip(dict.fromkeys(specs), short, strict=True) if spec.partition(":")[0] in FILED]
     for spec in specs:
         kind, _, value = spec.partition(":")
-        make = _maker(kind, value)
+        make, most = _maker(kind, value)
+        name = _without_folder(spec) if short.count(_without_folder(spec)) == 1 else spec
         for d, k in dict.fromkeys((d, None) for d, _ in limits) if kind == "chain" else limits:
-            series = _without_folder(spec) if short.count(_without_folder(spec)) == 1 else spec
+            series = name
             series += f", L ≤ {d}" if d is not None and len(depths) > 1 else ""
             series += f", K ≤ {k}" if k is not None and len(topks) > 1 else ""
             own = [depth if d is None else d] if kind == "chain" else budgets
+            if as_measured:
+                own = [budget for budget in own if budget <= most] or own
             for budget in own:
                 limited_here = kind != "chain" and (d is not None or k is not None)
                 policy = make(budget)
+                if spec in of_files and len(of_files) > 1:
+                    policy = replace(policy, label=f"{policy.label[:-1]}, {name})")
                 grid.setdefault(series, []).append(limited(policy, depth=d, topk=k) if limited_here else policy)
     return grid
 
@@ -227,29 +246,29 @@ def policy_grid(
 def _without_folder(spec: str) -> str:
     """A policy with the name of its file or folder alone, where it has one."""
     kind, _, value = spec.partition(":")
-    return f"{kind}:{Path(value).name}" if kind in ("cost", "cost-clamped", "static") and Path(value).name else spec
+    return f"{kind}:{Path(value).name}" if kind in FILED and Path(value).name else spec
 
 
-def _maker(kind: str, value: str) -> Callable[[int], Policy]:
-    """What makes a policy of a kind from a budget."""
+def _maker(kind: str, value: str) -> tuple[Callable[[int], Any], float]:
+    """What makes a policy of a kind from a budget, and the greatest budget that it is known for."""
     plain: dict[str, Callable[[int], Policy]] = {"tree": fixed_budget, "chain": chain, "spine-first": spine_first}
     if kind in plain and not value:
-        return plain[kind]
+        return plain[kind], math.inf
     try:
         if kind == "confidence":
             cutoff = float(value)
-            return lambda budget: confidence(budget, cutoff)
+            return lambda budget: confidence(budget, cutoff), math.inf
         if kind == "all-children":
             width = int(value)
-            return lambda budget: all_children(budget, width)
+            return lambda budget: all_children(budget, width), math.inf
     except ValueError:
         raise ValueError(f"policy {kind} must have a number behind the colon, got {value!r}") from None
     if kind in ("cost", "cost-clamped") and value:
         costs = CostModel.load(value)
-        return lambda budget: cost_aware(budget, costs, clamp=kind == "cost-clamped")
+        return lambda budget: cost_aware(budget, costs, clamp=kind == "cost-clamped"), float(costs.nodes[-1])
     if kind == "static" and value:
         rates = rank_rates(open_trace(value))
-        return lambda budget: static_tree(likeliest_rank_paths(rates, budget))
+        return lambda budget: static_tree(likeliest_rank_paths(rates, budget)), math.inf
     raise ValueError(
         "policy must be tree, chain, spine-first, all-children:WIDTH, confidence:CUTOFF, cost:FILE, cost-clamped:FILE "
         f"or static:FOLDER, got {f'{kind}:{value}' if value else kind!r}"

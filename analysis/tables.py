@@ -33,7 +33,9 @@ class Table:
 def _cell(value: Any) -> str:
     if not isinstance(value, float):
         return "-" if value is None else str(value)
-    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e7 else f"{value:.2e}"
+    if 1e-6 <= abs(value) < 0.1:  # such as seconds of a round
+        return f"{value:.3g}"
+    return f"{value:.3f}" if value == 0 or 0.1 <= abs(value) < 1e7 else f"{value:.2e}"
 
 
 def _none_if_nan(value: Any) -> Any:

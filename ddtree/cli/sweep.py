@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ddtree.checks import INT32_MAX
 from ddtree.cli.check import CannotRun
@@ -92,7 +93,8 @@ def sweep(
 
     cost:FILE is cost-aware trees under measured latencies: FILE is the JSON that ddtree.costs.CostModel.save writes.
     Time passes of your target with ddtree.costs.measure_passes, and make a model of them with fit_cost_model. At
-    contexts that were not measured, cost-clamped:FILE takes the nearest costs, and cost:FILE fails.
+    contexts that were not measured, cost-clamped:FILE takes the nearest costs, and cost:FILE fails. Of the default
+    budgets those of more nodes than were measured are left out for both.
 
     static:TRACE is one tree for all rounds, fitted to what that TRACE accepts. Where it is the one that is replayed, τ
     is in-sample, and flattered: fit on other prompts.
@@ -110,8 +112,15 @@ def sweep(
 
     try:
         opened = [open_trace(path) for path in traces] or [shipped_trace()]
+        by_default = click.get_current_context().get_parameter_source("budgets") is ParameterSource.DEFAULT
         try:
-            grid = policy_grid(policies, budgets, depths=depths, topks=topks, depth=opened[0].manifest.depth)
+            grid = policy_grid(
+                *(policies, budgets),
+                depths=depths,
+                topks=topks,
+                depth=opened[0].manifest.depth,
+                as_measured=by_default,
+            )
         except OSError as error:
             raise CannotRun(f"--policy: {error.filename}: {error.strerror}") from error
         make_folder(out, "--out", names=("sweep.csv", "sweep.json"))
@@ -122,7 +131,8 @@ def sweep(
     written = [*write_sweep(table, out), *plot_sweep(table, out)]
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
     console.print(_shown(table))
-    for line in (LAST_RANK, last_rank_note(table.records()), *_in_sample(policies, opened)):
+    left_out = _left_out(grid, budgets) if by_default else ()
+    for line in (LAST_RANK, last_rank_note(table.records()), *left_out, *_in_sample(policies, opened)):
         if line:
             console.print(line, markup=False, soft_wrap=True)
     for trace in opened:
@@ -148,6 +158,14 @@ def last_rank_note(records: list[dict[str, Any]]) -> str:
         f"More than {MANY:.0%} of the rounds used the last rank, so that a wider record might have changed their "
         f"trees: {listed}."
     )
+
+
+def _left_out(grid: dict[str, list[Any]], budgets: tuple[int, ...]) -> Iterator[str]:
+    """Say which cost models were measured with fewer nodes than the greatest budgets have."""
+    for series, policies in grid.items():
+        most = max(policy.budget for policy in policies)
+        if series.startswith("cost") and most < max(budgets):
+            yield f"{series}: without budgets over {most}, which have more nodes than it was measured with."
 
 
 def _in_sample(policies: tuple[str, ...], traces: list[Trace]) -> Iterator[str]:

@@ -335,7 +335,7 @@ class Engine:
                 "max_batch and cache_rows must be left out for a target that keeps its cache itself, "
                 f"got max_batch={self.max_batch} and cache_rows={self.cache_rows}"
             )
-        if resident not in (None, True, False):
+        if resident is not None and not isinstance(resident, bool | np.bool_):
             raise TypeError(f"resident must be True, False or None, got {resident!r}")
         if resident is None:
             return bool(getattr(self.target, "capturable", False)) and self.policy is None and not keeps_cache

@@ -255,6 +255,12 @@ def test_a_short_soak_on_a_gpu(dtype):
     assert all(len(series) == record.runs and min(series) > 0 for series in record.memory.values())
 
 
+@pytest.mark.parametrize("most_new", [1, 0, -3])
+def test_requests_of_no_round_are_no_soak(most_new):
+    with pytest.raises(ValueError, match="most_new must be in 2"):
+        soak(20, models=("golden",), texts=2, most_new=most_new)
+
+
 def test_what_a_sanitizer_finds_is_a_fault(tmp_path, monkeypatch):
     """A tool in its place that finds something in one of the four."""
     tool = tmp_path / "compute-sanitizer"

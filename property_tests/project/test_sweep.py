@@ -334,8 +334,8 @@ def test_grid_has_every_budget_under_every_limit(traces, tmp_path):
         ["spine_first(1)", "spine_first(4)"],
         ["all_children(1, 2)", "all_children(4, 2)"],
         ["confidence(1, 0.5)", "confidence(4, 0.5)"],
-        ["cost_aware(1)", "cost_aware(4)"],
-        ["static_tree(1)", "static_tree(4)"],
+        ["cost_aware(1, cost:costs.json)", "cost_aware(4, cost:costs.json)"],
+        [f"static_tree({n}, static:{Path(folder).name})" for n in (1, 4)],
     ]
     assert len(sweep(traces[:1], grid).tau) == 13
     grid = policy_grid(["tree", "chain"], [4], depths=[1, 2], topks=[2, 4], depth=3)
@@ -659,14 +659,37 @@ def test_sweep_command_says_in_a_line_what_is_wrong(run, traces, words, message)
     assert not (Path("out") / "sweep.csv").exists()
 
 
-def test_files_of_one_name_keep_their_folders(tmp_path):
+def test_files_of_one_name_keep_their_folders(traces, tmp_path):
     specs = ["tree"]
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         COSTS.save(tmp_path / folder / "costs.json")
         specs.append(f"cost:{tmp_path}/{folder}/costs.json")
-    assert list(policy_grid(specs, [8], depth=4)) == specs
-    assert list(policy_grid([specs[1], specs[1]], [8], depth=4)) == ["cost:costs.json"]
+    grid = policy_grid(specs, [8], depth=4)
+    assert list(grid) == specs
+    assert [policy_name(p) for ps in grid.values() for p in ps] == [
+        "fixed_budget(8)", *(f"cost_aware(8, {spec})" for spec in specs[1:])
+    ]  # fmt: skip
+    assert len(sweep(traces[:1], policy_grid(specs, [8], depth=3)).tau) == 3
+    alone = policy_grid([specs[1], specs[1]], [8], depth=4)
+    assert {series: policy_name(ps[0]) for series, ps in alone.items()} == {"cost:costs.json": "cost_aware(8)"}
+
+
+def test_one_file_serves_two_kinds(traces, tmp_path):
+    COSTS.save(tmp_path / "costs.json")
+    grid = policy_grid([f"{kind}:{tmp_path}/costs.json" for kind in ("cost", "cost-clamped")], [4], depth=3)
+    assert len(sweep(traces[:1], grid).tau) == 2
+
+
+def test_default_budgets_end_where_costs_were_measured(tmp_path):
+    COSTS.save(tmp_path / "costs.json")
+    most = int(COSTS.nodes[-1])
+    spec, budgets = f"cost:{tmp_path}/costs.json", [most - 1, most, most + 1]
+    (measured,) = policy_grid([spec], budgets, depth=4, as_measured=True).values()
+    assert [p.budget for p in measured] == budgets[:2]
+    for given in ({"budgets": budgets}, {"budgets": [most + 1], "as_measured": True}):
+        with pytest.raises(ValueError, match=f"budget must be at most {most}"):
+            policy_grid([spec], depth=4, **given)
 
 
 def test_costs_may_be_clamped(tmp_path):
