@@ -855,10 +855,9 @@ def main(
     output: Path | None,
 ) -> None:
     """Decode at random, for long, and exit with 1 if anything was wrong or memory grew."""
-    from ddtree.backends import BackendUnavailable
+    from ddtree.backends import BackendUnavailable, get_backend
 
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
-    make_folder(output, names=("soak.json", "soak.svg"))
     if sanitize is not None:
         sanitizer_path()
 
@@ -867,6 +866,9 @@ def main(
             write_json(record, output)
 
     try:
+        if backend is not None:
+            get_backend(backend)  # before there is a folder
+        make_folder(output, names=("soak.json", "soak.svg"))
         record = soak(
             rounds, backend=backend, dtype=dtype, seed=seed, resident=resident, models=models, texts=texts,
             written=keep,

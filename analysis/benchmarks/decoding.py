@@ -761,12 +761,14 @@ def main(
     from rich.console import Console
 
     from ddtree.analysis.benchmarks.decoding_report import tables_of, write_report
-    from ddtree.backends import BackendUnavailable
+    from ddtree.backends import BackendUnavailable, get_backend
 
     console = Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 140)
     status = Console(stderr=True).status("")
-    make_folder(output, names=("decoding.json", "decoding.md"))
     try:
+        if backend is not None:
+            get_backend(backend)  # before there is a folder
+        make_folder(output, names=("decoding.json", "decoding.md"))
         with status:
             report = measure(
                 models or (("0.1 M",) if quick else ("8 M", "0.7 B")),

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from ddtree import build_tree
 from ddtree.analysis import soak as soak_module
+from ddtree.analysis.benchmarks import decoding
 from ddtree.analysis.soak import FAULTS, WildDrafter, fit_growth, main, soak
 from ddtree.engine import Engine, Generation, NonFiniteLogitsError
 from ddtree.kernels import numba_cpu
@@ -253,6 +254,14 @@ def test_a_short_soak_on_a_gpu(dtype):
     assert all(record.injected[fault] > 0 for fault in FAULTS), record.injected
     assert {"host", "GPU", "GPU arrays"} == record.memory.keys()
     assert all(len(series) == record.runs and min(series) > 0 for series in record.memory.values())
+
+
+def test_a_backend_that_is_not_here_leaves_no_folder(tmp_path):
+    for command in (soak_module.main, decoding.main):
+        told = CliRunner().invoke(command, ["--backend", "no.such.module", "--output", str(tmp_path / "here")])
+        assert told.exit_code == 2
+        assert "no.such.module" in told.output
+        assert not (tmp_path / "here").exists()
 
 
 @pytest.mark.parametrize("most_new", [1, 0, -3])
