@@ -10,7 +10,6 @@ import csv
 import hashlib
 import io
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, as_completed
@@ -221,19 +220,19 @@ def policy_grid(
     """
     grid: dict[str, list[Policy]] = {}
     limits = [(d, k) for d in depths or (None,) for k in topks or (None,)]
-    short = [_without_folder(spec) for spec in dict.fromkeys(specs)]
-    of_files = [spec for spec, name in zip(dict.fromkeys(specs), short, strict=True) if spec.partition(":")[0] in FILED]
+    short = {spec: _without_folder(spec) for spec in specs}
+    of_files = [spec for spec in short if spec.partition(":")[0] in FILED]
     for spec in specs:
         kind, _, value = spec.partition(":")
-        make, most = _maker(kind, value)
-        name = _without_folder(spec) if short.count(_without_folder(spec)) == 1 else spec
+        make = _maker(kind, value)
+        name = short[spec] if list(short.values()).count(short[spec]) == 1 else spec
         for d, k in dict.fromkeys((d, None) for d, _ in limits) if kind == "chain" else limits:
             series = name
             series += f", L ≤ {d}" if d is not None and len(depths) > 1 else ""
             series += f", K ≤ {k}" if k is not None and len(topks) > 1 else ""
             own = [depth if d is None else d] if kind == "chain" else budgets
-            if as_measured:
-                own = [budget for budget in own if budget <= most] or own
+            if as_measured and (costs := getattr(make(min(own)), "cost_model", None)) is not None:
+                own = [budget for budget in own if budget <= costs.nodes[-1]]
             for budget in own:
                 limited_here = kind != "chain" and (d is not None or k is not None)
                 policy = make(budget)
@@ -249,26 +248,26 @@ def _without_folder(spec: str) -> str:
     return f"{kind}:{Path(value).name}" if kind in FILED and Path(value).name else spec
 
 
-def _maker(kind: str, value: str) -> tuple[Callable[[int], Any], float]:
-    """What makes a policy of a kind from a budget, and the greatest budget that it is known for."""
+def _maker(kind: str, value: str) -> Callable[[int], Any]:
+    """What makes a policy of a kind from a budget."""
     plain: dict[str, Callable[[int], Policy]] = {"tree": fixed_budget, "chain": chain, "spine-first": spine_first}
     if kind in plain and not value:
-        return plain[kind], math.inf
+        return plain[kind]
     try:
         if kind == "confidence":
             cutoff = float(value)
-            return lambda budget: confidence(budget, cutoff), math.inf
+            return lambda budget: confidence(budget, cutoff)
         if kind == "all-children":
             width = int(value)
-            return lambda budget: all_children(budget, width), math.inf
+            return lambda budget: all_children(budget, width)
     except ValueError:
         raise ValueError(f"policy {kind} must have a number behind the colon, got {value!r}") from None
     if kind in ("cost", "cost-clamped") and value:
         costs = CostModel.load(value)
-        return lambda budget: cost_aware(budget, costs, clamp=kind == "cost-clamped"), float(costs.nodes[-1])
+        return lambda budget: cost_aware(budget, costs, clamp=kind == "cost-clamped")
     if kind == "static" and value:
         rates = rank_rates(open_trace(value))
-        return lambda budget: static_tree(likeliest_rank_paths(rates, budget)), math.inf
+        return lambda budget: static_tree(likeliest_rank_paths(rates, budget))
     raise ValueError(
         "policy must be tree, chain, spine-first, all-children:WIDTH, confidence:CUTOFF, cost:FILE, cost-clamped:FILE "
         f"or static:FOLDER, got {f'{kind}:{value}' if value else kind!r}"
