@@ -281,9 +281,9 @@ def main(
         )
     if MODEL_DTYPES.index(against) < MODEL_DTYPES.index(dtype):
         raise click.UsageError(f"--against must be no narrower than --dtype {dtype}, got {against}")
-    make_folder(out, "--out", names=("precision.json", "precision.svg"))
     try:
         wider, model = load(against), load(dtype)
+        make_folder(out, "--out", names=("precision.json", "precision.svg"))
         prompts = np.random.default_rng(seed).integers(0, model.vocab_size, (texts, prompt_tokens))
         with progress_bar("texts", texts) as show:
             run = Engine(wider, backend=backend).generate(prompts, new_tokens, mode="autoregressive")

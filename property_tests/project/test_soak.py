@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from ddtree import build_tree
+from ddtree.analysis import precision
 from ddtree.analysis import soak as soak_module
 from ddtree.analysis.benchmarks import decoding
 from ddtree.analysis.soak import FAULTS, WildDrafter, fit_growth, main, soak
@@ -257,9 +258,14 @@ def test_a_short_soak_on_a_gpu(dtype):
 
 
 def test_a_backend_that_is_not_here_leaves_no_folder(tmp_path):
-    for command in (soak_module.main, decoding.main):
-        told = CliRunner().invoke(command, ["--backend", "no.such.module", "--output", str(tmp_path / "here")])
-        assert told.exit_code == 2
+    here, model = str(tmp_path / "here"), str(golden_bundle())
+    for command, words, status in (
+        (soak_module.main, ["--output", here], 2),
+        (decoding.main, ["--output", here], 2),
+        (precision.main, [model, "--dtype", "float32", "--against", "float64", "--out", here], 1),
+    ):
+        told = CliRunner().invoke(command, ["--backend", "no.such.module", *words])
+        assert told.exit_code == status
         assert "no.such.module" in told.output
         assert not (tmp_path / "here").exists()
 
