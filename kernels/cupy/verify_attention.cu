@@ -749,7 +749,9 @@ __device__ __forceinline__ void store_result(
     total += __shfl_xor_sync(ALL_LANES, total, 2);
     if (quad == 0) {
         const int32 row = group * 32 + member * 8 + g;
-        store1(base + INVERSES + 4 * row, total == 0.f ? 0.f : __fdividef(1.f, total));
+        // A share that a row sees nothing of adds nothing; of a whole context it sees itself, and where all that it sees
+        // weighs nothing, of scores that are -inf, it is NaN as in the reference.
+        store1(base + INVERSES + 4 * row, total == 0.f && shared_out ? 0.f : __fdividef(1.f, total));
         if (shared_out) stats[slot * ROWS + row] = make_float2(top, total);
     }
     // The factors that normalise the rows, to all warps; and all are through with the keys, whose place results take.
@@ -1545,7 +1547,7 @@ __device__ __forceinline__ void attend(
             sum.x += part_sums[p].x * factor, sum.y += part_sums[p].y * factor;
             sum.z += part_sums[p].z * factor, sum.w += part_sums[p].w * factor;
         }
-        const float inverse = total == 0.f ? 0.f : __fdividef(1.f, total);
+        const float inverse = __fdividef(1.f, total);  // of 0, where all scores are -inf, NaN below
         if (first_row + row < rows)
             *reinterpret_cast<uint2*>(to + row * C + chunk * 4) =
                 row < used_rows ? make_uint2(tensor::pack(sum.x * inverse, sum.y * inverse, T()),
