@@ -29,6 +29,8 @@ def choose_tokens(
     ``place`` where they are when the kernel runs: the address of a contiguous array that is aligned to 16 bytes. So a
     captured graph may be given others each time.
     """
+    if place is not None and temperature != 0:
+        raise ValueError(f"temperature must be 0 with a place, got {temperature}")
     B, N, V = logits.shape
     chosen = empty((B, N), np.int32)
     if V == 0:

@@ -42,6 +42,22 @@ __device__ __forceinline__ uint32 address_in_block(const void* own, uint32 rank)
     return address_in_block(uint32(__cvta_generic_to_shared(own)), rank);
 }
 
+// From such an address.
+__device__ __forceinline__ float load_from_cluster(uint32 at)
+{
+    float x;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float4 load4_from_cluster(uint32 at)
+{
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ uint32 read_from_block(const uint32* own, uint32 rank)
 {
     uint32 value;
@@ -58,7 +74,7 @@ __device__ __forceinline__ uint64 read_from_block(const uint64* own, uint32 rank
 
 __device__ __forceinline__ float read_from_block(const float* own, uint32 rank)
 {
-    return __uint_as_float(read_from_block(reinterpret_cast<const uint32*>(own), rank));
+    return load_from_cluster(address_in_block(own, rank));
 }
 
 __device__ __forceinline__ double read_from_block(const double* own, uint32 rank)

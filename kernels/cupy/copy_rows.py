@@ -30,9 +30,9 @@ def copy_rows(slots: Any, out: Any, *, word: int = 4, fill: int = 0) -> None:
     """
     if out.size == 0:
         return
-    arrays = 1 if slots.ndim == 1 else len(slots)
-    if slots.shape[-1] != 2 or (slots.ndim > 1 and len(out) != arrays):
+    if slots.shape not in ((2,), (len(out), 2)):
         raise ValueError(f"slots must be (2,) or ({len(out)}, 2), one for each array of out, got {slots.shape}")
+    arrays = slots.size // 2
     words, pitch = out.nbytes // word // arrays, out.shape[-1] * out.dtype.itemsize // word
     launch(
         *("copy_rows", f"copy_rows_{word}", (blocks_for(words, THREADS * WORDS), arrays), THREADS),

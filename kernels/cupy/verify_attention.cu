@@ -54,8 +54,8 @@
 //   stats     float   (slots, 64, 2)    greatest score in units of log 2, and sum of the weights
 //   scales    float   (slots, 64, 4)    of 128 columns each: powers of 2 that keep their numbers within float16
 //
-// Version 3. Where there is little to do, version 2 is slow: its code, of 8,000 instructions in a row, comes from memory
-// while it runs, its schedule is worked out by one warp, and its merge is a launch. Here a cluster of 8, 4, 2 or 1 blocks
+// Version 3. Where there is little to do, version 2 is slow: it has 8,000 instructions in a row, its schedule is worked out
+// by one warp, and its merge is a launch. Here a cluster of 8, 4, 2 or 1 blocks
 // takes 16 rows of a request, each block an equal part of the context, 32 keys at a time, with the next 32 on their way.
 // A step works out scores (a warp 8 keys and half of the numbers), then weights (a warp two rows), then adds up values
 // (a warp 64 columns of all rows). In the end the blocks of a cluster read each other's sums from shared memory.
@@ -749,7 +749,9 @@ __device__ __forceinline__ void store_result(
     total += __shfl_xor_sync(ALL_LANES, total, 2);
     if (quad == 0) {
         const int32 row = group * 32 + member * 8 + g;
-        store1(base + INVERSES + 4 * row, total == 0.f ? 0.f : __fdividef(1.f, total));
+        // A share that a row sees nothing of adds nothing; of a whole context it sees itself, and where all that it sees
+        // weighs nothing, of scores that are -inf, it is NaN as in the reference.
+        store1(base + INVERSES + 4 * row, total == 0.f && shared_out ? 0.f : __fdividef(1.f, total));
         if (shared_out) stats[slot * ROWS + row] = make_float2(top, total);
     }
     // The factors that normalise the rows, to all warps; and all are through with the keys, whose place results take.
@@ -1310,21 +1312,6 @@ constexpr uint32 SHARED = TOTALS + 4 * ROWS;
 constexpr uint32 SUMS = 0, SUMS_PITCH = 520 * 4;              // float [16][520], for the cluster, where keys were
 static_assert(ROWS * SUMS_PITCH <= QUERIES);
 
-__device__ __forceinline__ float read_from_cluster(uint32 at)
-{
-    float x;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ float4 read4_from_cluster(uint32 at)
-{
-    float4 x;
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
-    return x;
-}
-
 // Adds to the sums of 16 rows and 8 columns a product with the values of 16 keys. Where a key must be APART: what is not
 // finite counts as 0, and makes NaN of the sums of rows that see it.
 template <bool APART, typename T>
@@ -1532,9 +1519,9 @@ __device__ __forceinline__ void attend(
         #pragma unroll
         for (int32 p = 0; p < MOST_PARTS; ++p) {
             const uint32 there = address_in_block(base, min(p, parts - 1));
-            part_tops[p] = read_from_cluster(there + TOPS + row * 4);
-            part_totals[p] = p < parts ? read_from_cluster(there + TOTALS + row * 4) : 0.f;
-            part_sums[p] = read4_from_cluster(there + SUMS + row * SUMS_PITCH + chunk * 16);
+            part_tops[p] = load_from_cluster(there + TOPS + row * 4);
+            part_totals[p] = p < parts ? load_from_cluster(there + TOTALS + row * 4) : 0.f;
+            part_sums[p] = load4_from_cluster(there + SUMS + row * SUMS_PITCH + chunk * 16);
             top = fmaxf(top, part_tops[p]);
         }
         #pragma unroll
@@ -1545,7 +1532,7 @@ __device__ __forceinline__ void attend(
             sum.x += part_sums[p].x * factor, sum.y += part_sums[p].y * factor;
             sum.z += part_sums[p].z * factor, sum.w += part_sums[p].w * factor;
         }
-        const float inverse = total == 0.f ? 0.f : __fdividef(1.f, total);
+        const float inverse = __fdividef(1.f, total);  // of 0, where all scores are -inf, NaN below
         if (first_row + row < rows)
             *reinterpret_cast<uint2*>(to + row * C + chunk * 4) =
                 row < used_rows ? make_uint2(tensor::pack(sum.x * inverse, sum.y * inverse, T()),

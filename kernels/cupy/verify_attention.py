@@ -130,7 +130,7 @@ def _launch_tensor(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
     stats, scales = empty((slots, ROWS, 2), np.float32), empty((slots, ROWS, 4), np.float32)
     launch(
         *("verify_attention", f"attend_{suffix}", blocks, THREADS, *arrays, schedule, parts, stats, scales, out),
-        np.float32(np.clip(scale * np.log2(np.e), -GREATEST, GREATEST)),
+        _scale_of_2(scale),
         *(np.int32(size) for size in (B, N, H, S)),
         *(np.uint32(number) for number in _division_by(S)),
         *(np.int32(size) for size in (max_pages, processors)),
@@ -155,7 +155,7 @@ def _launch_few(arrays: tuple[Any, ...], out: Any, scale: float) -> None:
     parts = max(1, few_parts(tiles, multiprocessors()))
     launch(
         *("verify_attention", f"attend_few_{suffix_of(q)}", tiles * parts, THREADS, *arrays, out),
-        np.float32(np.clip(scale * np.log2(np.e), -GREATEST, GREATEST)),
+        _scale_of_2(scale),
         *(np.int32(size) for size in (N, H)),
         *(np.uint32(number) for number in (S, *_division_by(S))),
         np.int32(max_pages),
@@ -176,6 +176,11 @@ def few_parts(tiles: int, processors: int) -> int:
         if tiles * parts * (2 if parts > 2 else 1) <= processors:
             return parts
     return 0
+
+
+def _scale_of_2(scale: float) -> np.float32:
+    """What takes products to scores in units of log 2."""
+    return np.float32(np.clip(scale * np.log2(np.e), -GREATEST, GREATEST))
 
 
 def _division_by(divisor: int) -> tuple[int, int]:

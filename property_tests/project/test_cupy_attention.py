@@ -237,6 +237,21 @@ def test_scores_that_overflow_weigh_nothing_beside_a_finite_one(cp: Any, attenti
         assert (out == 1).all()
 
 
+@pytest.mark.parametrize("prefix", [0, 20, 3000])
+def test_where_all_scores_are_minus_infinity_the_result_is_nan(cp: Any, attention: Any, prefix: int) -> None:
+    case = make(cp, prefixes=(prefix, 5), counts=(1, 1), N=1, H=3, seed=6, scale=1.0)
+    case.q[0], case.q[..., 512] = 0, 4
+    case.kv_cache[...] = 1
+    case.kv_cache[case.table[0, : prefix // 16 + 1], :, 512] = -3e38
+    with np.errstate(over="ignore"):
+        wanted = on_host(cp, case, reference.verify_attention)
+    assert np.isnan(wanted[0].astype(np.float32)).all()
+    for version in (1, 2, 3):
+        out = cp.asnumpy(case.run(attention, version=version)).astype(np.float32)
+        assert np.isnan(out[0]).all(), version
+        assert np.isfinite(out[1]).all(), version
+
+
 @pytest.mark.parametrize("version", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
