@@ -12,6 +12,10 @@ __all__ = ["moe_experts"]
 COMBINE_THREADS = 256
 FEW = 4
 """Pairs of an expert, on the average, up to which it is worth having tiles of few tokens."""
+STREAM = 2
+"""Pairs of an expert, on the average, from which rows of large 16-bit matrices stream through shared memory: where few
+experts are idle, so that a block's is known before its pairs are."""
+STREAM_TILE, STREAM_THREADS, STREAM_SHARED = (16, 64), 128, 41_472
 ONE_TOKEN, FEW_TOKENS, FMA_TILE = (1, 8), (4, 8), (4, 4)
 """Tokens of a tile, and rows of a matrix, where tensor cores do not multiply: of float32, and of other types."""
 
@@ -46,13 +50,16 @@ def moe_experts(
         tile = form.tile(min(M, 8) if FEW * routed >= M * K else M) if form.by_mma else FMA_TILE
         if form.suffix == "f32" and not form.any:
             tile = ONE_TOKEN if M == 1 else FEW_TOKENS
-        grid = min(M * K, routed) + shared * blocks_for(M, tile[0]), blocks_for(rows, tile[1])
         norm = (form.gain(gain, x.dtype), result, np.float64(eps)) if normed else (result,)
-        launch(
-            *("moe_experts", form.name(kind, tile), grid, form.threads),
-            *(expert_ids, source, matrices, *norm, *sizes),
-            shared=form.shared(tile),
-        )
+        arguments = (expert_ids, source, matrices, *norm, *sizes)
+        if form.by_mma and D * inner >= LONG and STREAM * routed <= M * K:
+            grid = min(M * K, routed) + shared * blocks_for(M, STREAM_TILE[0]), blocks_for(rows, STREAM_TILE[1])
+            name = f"{kind}_stream_{form.suffix}"
+            parts = np.int32(form.threads // 32)
+            launch("moe_experts", name, grid, STREAM_THREADS, *arguments, parts, shared=STREAM_SHARED)
+            return
+        grid = min(M * K, routed) + shared * blocks_for(M, tile[0]), blocks_for(rows, tile[1])
+        launch("moe_experts", form.name(kind, tile), grid, form.threads, *arguments, shared=form.shared(tile))
 
     multiply("gated", contiguous(x), gate_up, 2 * inner, hidden, normed=True)
     multiply("down", hidden, down, D, outputs, normed=False)

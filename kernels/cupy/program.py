@@ -34,8 +34,9 @@ __all__ = [
 
 OPTIONS = ("-std=c++17",)
 """Of every program."""
-ADDED_BY_CUPY = ("-ftz=true",)
-"""What CuPy adds to them, and the compile gate too: float32 operations take subnormal numbers for 0."""
+ADDED_BY_CUPY = ("-ftz=true", "--device-as-default-execution-space")
+"""What CuPy adds to them, and the compile gate too: float32 operations take subnormal numbers for 0, and no version of
+NVRTC takes a generic lambda for a function of the host."""
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "accept_tree": (),
