@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 import ml_dtypes
@@ -186,13 +187,13 @@ def start_sanitizer(code: str, tools: Sequence[str] = TOOLS) -> dict[str, subpro
 
 
 def exercise(backend: str, ops: tuple[str, ...], examples: int, tool: str) -> None:
-    """What runs under a tool: drawn inputs of every operation, and attention at the width of the tensor cores."""
+    """What runs under a tool: drawn inputs of every operation, and what tensor cores do only where much is asked."""
     prepare_for_sanitizer(tool)
     wrong = [
         f"{op}: {first}" for op in ops for _, _, mismatches, first in [compare(backend, op, examples, 1)] if mismatches
     ]
     if backend == "cupy":
-        wrong += _attention_at_full_width()
+        wrong += [*_attention_at_full_width(), *_experts_that_stream()]
     if wrong:
         raise SystemExit("\n".join(wrong))
 
@@ -235,6 +236,29 @@ def _attention_at_full_width() -> list[str]:
             error = worst_error(cupy.asnumpy(verify_attention(**sent, version=version))[rows], exact)
             if not error <= FAR:
                 wrong.append(f"verify_attention of {np.dtype(dtype).name}, version {version}: off by {error:.2g}")
+    return wrong
+
+
+def _experts_that_stream() -> list[str]:
+    """Where experts whose weights stream have other bits than those whose weights do not, of both 16-bit types."""
+    import cupy
+
+    module, rng, wrong = importlib.import_module("ddtree.kernels.cupy.moe_experts"), np.random.default_rng(0), []
+
+    def drawn(*shape: int) -> Any:
+        return cupy.asarray((rng.standard_normal(shape) / 8).astype(dtype))
+
+    for dtype, M, K, E, D, inner in ((np.float16, 40, 4, 9, 320, 288), (ml_dtypes.bfloat16, 33, 8, 17, 72, 40)):
+        expert_ids = cupy.asarray(rng.integers(-1, E - 1, (M, K)).astype(np.int32))
+        weights = cupy.asarray(rng.random((M, K), np.float32))
+        inputs = drawn(M, D), expert_ids, weights, drawn(E, 2 * inner, D), drawn(E, D, inner)
+        gain, bits = drawn(D), []
+        for stream in (0, sys.maxsize):
+            with patch.multiple(module, LONG=0, STREAM=stream):
+                y = module.moe_experts(*inputs, shared=1, gain=gain, eps=1e-6)
+            bits.append(cupy.asnumpy(y.view(np.uint16)))
+        if (bits[0] != bits[1]).any():
+            wrong.append(f"moe_experts of {np.dtype(dtype).name}: {(bits[0] != bits[1]).sum()} numbers are others")
     return wrong
 
 
