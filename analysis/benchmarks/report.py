@@ -98,7 +98,7 @@ def write_report(report: Report, folder: Path) -> list[Path]:
             file.write((text + "\n").encode())
         written.append(folder / name)
     for name, rows in _by_name(report).items():
-        kind, file_name = compared(rows), name.replace(" ", "_")
+        kind, file_name = compared(rows), "_".join(name.replace(",", "").split())
         times = [(row.label, {who: median(t, kind) for who, t in row.times.items()}) for row in rows]
         ax = figures.plot_times(name, times, kind=kind)
         written.append(figures.save(ax, folder / f"{file_name}.svg"))
