@@ -49,8 +49,9 @@ template <int32 TOKENS, int32 ROWS, int32 N, bool GATED, typename X, typename W>
 __device__ __forceinline__ void multiply(const Product<X, W>& p)
 {
     constexpr int32 OUTPUTS = GATED ? ROWS / 2 : ROWS;
-    const int32 tiles = (p.M + TOKENS - 1) / TOKENS, first = int32(blockIdx.x) % tiles * TOKENS, h = blockIdx.y;
-    const int32 tokens = min(TOKENS, p.M - first), block = blockIdx.x / tiles;
+    const uint32 place = blockIdx.x / (ROWS < RING_ROWS ? 1 : cluster_size());
+    const int32 tiles = (p.M + TOKENS - 1) / TOKENS, first = int32(place) % tiles * TOKENS, h = blockIdx.y;
+    const int32 tokens = min(TOKENS, p.M - first), block = place / tiles;
     const int32 rows = min(OUTPUTS, p.O - block * OUTPUTS);
     const X* x = p.x + h * p.x_head + first * p.x_stride;
     const W* weights = p.weights + int64(h) * (GATED ? 2 : 1) * p.O * p.D;

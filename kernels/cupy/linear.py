@@ -18,8 +18,11 @@ LOADS, LONG_LOADS = 2, 8
 matrices that have LONG elements or more and compete with others for the GPU, to have more blocks resident."""
 LONG = 1 << 18
 RING_THREADS, RING_ROWS, STEP_BYTES = 128, 64, 128
-LARGE = 1 << 24
-"""Elements of a matrix whose rows alone fill a GPU, and which tensor cores take through the ring."""
+LARGE = 1 << 23
+"""Elements of a matrix from which tensor cores take it through the ring."""
+BLOCKS_TO_FILL, MOST_SPLIT, LEAST_STEPS = 512, 8, 8
+"""Blocks that fill a GPU, for which those of a cluster share the columns where rows are few; the most of a cluster, and
+the fewest steps of STEP_BYTES of a row that each of them has."""
 THREADS_AT_ONCE = 512
 """A multiprocessor's, with what registers a thread needs."""
 
@@ -161,15 +164,26 @@ def multiply(
         # many blocks of few tokens rather than few of many, if all can be resident: W is then read from L2 more often
         most = THREADS_AT_ONCE * multiprocessors() // (form.threads * max(1, H))
         tile = next((t for t in form.sizes if blocks_for(M, t[0]) * blocks_for(rows, t[1]) <= most), tile)
+    split = ring_split(rows, D) if form.by_ring else 1
     behind = np.uintp(0) if residual is None else contiguous(residual, y.dtype)
     strides = (np.int64(n // a.dtype.itemsize) for a in (x, y) for n in a.strides[:2])
+    grid = split * blocks_for(M, tile[0]) * blocks_for(rows, tile[1]), H
     launch(
-        *("linear", form.name(kind, tile), (blocks_for(M, tile[0]) * blocks_for(rows, tile[1]), H), form.threads),
+        *("linear", form.name(kind, tile), grid, form.threads),
         *(x, weight, form.gain(gain, x.dtype), behind, y, *(np.int32(n) for n in (M, D, outputs)), *strides),
         *(np.float64(eps), np.int32(y.dtype != x.dtype)),
         shared=form.shared(tile),
+        cluster=split,
     )
     return y
+
+
+def ring_split(rows: int, D: int) -> int:
+    """Return how many blocks share W's columns: by its shape alone, so that sums have the same bits in every batch."""
+    split, blocks, steps = 1, blocks_for(rows, RING_ROWS), blocks_for(2 * D, STEP_BYTES)
+    while split < MOST_SPLIT and split * blocks < BLOCKS_TO_FILL and 2 * split * LEAST_STEPS <= steps:
+        split *= 2
+    return split
 
 
 def sum_type(dtype: Any) -> Any:

@@ -184,21 +184,21 @@ __device__ __forceinline__ void expert_block(
 }
 
 // The same through a ring, whose weights are on their way before it is known who is multiplied with them.
-template <bool GATED, typename T, typename Result>
+template <int32 TOKENS, bool GATED, typename T, typename Result>
 __device__ __forceinline__ void stream_block(
     const Experts& experts, const T* x, const T* __restrict__ matrices, const T* __restrict__ gain,
     Result* __restrict__ result, double eps, int32 D, int32 I, int32 parts)
 {
-    __shared__ int32 pairs[STREAM_TOKENS + STREAM_THREADS];
-    const int32 outputs = GATED ? I : D, width = GATED ? D : I, likely = experts.likely_at(blockIdx.x, STREAM_TOKENS);
+    __shared__ int32 pairs[TOKENS + STREAM_THREADS];
+    const int32 outputs = GATED ? I : D, width = GATED ? D : I, likely = experts.likely_at(blockIdx.x, TOKENS);
     const auto input = [&](int32 t) { return x + int64(GATED ? pairs[t] / experts.a_token() : pairs[t]) * width; };
     const auto of = [&](int32 expert) {
         const T* weights = matrices + int64(expert) * (GATED ? 2 : 1) * I * D;
-        return Stream<GATED, T>(weights, outputs, width, blockIdx.y);
+        return Stream<TOKENS, GATED, T>(weights, outputs, width, blockIdx.y);
     };
     if (likely >= 0) of(likely).begin();
     wait_for_earlier();
-    for_each_tile<STREAM_TOKENS>(experts, pairs, [&](int32 expert, int32 tokens, bool is_first) {
+    for_each_tile<TOKENS>(experts, pairs, [&](int32 expert, int32 tokens, bool is_first) {
         const auto own = of(expert);
         if (!is_first || likely < 0) own.begin();
         if constexpr (GATED)
@@ -270,26 +270,27 @@ COMBINE(combine_bf16, __nv_bfloat16)
 COMBINE(combine_f32, float)
 COMBINE(combine_f64, double)
 
+// Of a multiprocessor: shared memory is short on sm_120.
 #if __CUDA_ARCH__ >= 1200
-constexpr int32 STREAM_BLOCKS = 2;  // a multiprocessor: shared memory is short there
+__device__ constexpr int32 stream_blocks(int32 tokens) { return tokens > 16 ? 1 : 2; }
 #else
-constexpr int32 STREAM_BLOCKS = 5;
+__device__ constexpr int32 stream_blocks(int32 tokens) { return tokens > 16 ? 3 : 5; }
 #endif
 
-#define BY_STREAM(suffix, T)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(STREAM_THREADS, STREAM_BLOCKS) gated_stream_##suffix(                 \
+#define BY_STREAM(suffix, T, TOKENS)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(STREAM_THREADS, stream_blocks(TOKENS)) gated_stream_##TOKENS##_##suffix(\
         const int32* ids, const T* x, const T* gate_up, const T* gain, T* hidden, double eps, int32 M, int32 K,        \
         int32 routed, int32 shared, int32 D, int32 I, int32 parts)                                                     \
     {                                                                                                                  \
         const Experts experts{ids, M, K, routed, shared};                                                              \
-        stream_block<true>(experts, x, gate_up, gain, hidden, eps, D, I, parts);                                       \
+        stream_block<TOKENS, true>(experts, x, gate_up, gain, hidden, eps, D, I, parts);                               \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(STREAM_THREADS, STREAM_BLOCKS) down_stream_##suffix(                  \
+    extern "C" __global__ void __launch_bounds__(STREAM_THREADS, stream_blocks(TOKENS)) down_stream_##TOKENS##_##suffix(\
         const int32* ids, const T* hidden, const T* down, Wide<T>* outputs, int32 M, int32 K, int32 routed,            \
         int32 shared, int32 D, int32 I, int32 parts)                                                                   \
     {                                                                                                                  \
         const Experts experts{ids, M, K, routed, shared};                                                              \
-        stream_block<false>(experts, hidden, down, static_cast<const T*>(nullptr), outputs, 0, D, I, parts);           \
+        stream_block<TOKENS, false>(experts, hidden, down, static_cast<const T*>(nullptr), outputs, 0, D, I, parts);   \
     }
 
 #define BY_MMA(suffix, T)                                                                                              \
@@ -302,15 +303,21 @@ DDTREE_SHARED(gated_8_f16, mma_bytes(8, 16));
 DDTREE_SHARED(gated_32_f16, mma_bytes(32, 16));
 DDTREE_SHARED(down_8_f16, mma_bytes(8, 16));
 DDTREE_SHARED(down_32_f16, mma_bytes(32, 16));
-DDTREE_SHARED(gated_stream_f16, STREAM_BYTES);
-DDTREE_SHARED(down_stream_f16, STREAM_BYTES);
+DDTREE_SHARED(gated_stream_16_f16, stream_bytes(16));
+DDTREE_SHARED(gated_stream_48_f16, stream_bytes(48));
+DDTREE_SHARED(down_stream_16_f16, stream_bytes(16));
+DDTREE_SHARED(down_stream_48_f16, stream_bytes(48));
 BY_MMA(f16, __half)
-BY_STREAM(f16, __half)
+BY_STREAM(f16, __half, 16)
+BY_STREAM(f16, __half, 48)
 DDTREE_SHARED(gated_8_bf16, mma_bytes(8, 16));
 DDTREE_SHARED(gated_32_bf16, mma_bytes(32, 16));
 DDTREE_SHARED(down_8_bf16, mma_bytes(8, 16));
 DDTREE_SHARED(down_32_bf16, mma_bytes(32, 16));
-DDTREE_SHARED(gated_stream_bf16, STREAM_BYTES);
-DDTREE_SHARED(down_stream_bf16, STREAM_BYTES);
+DDTREE_SHARED(gated_stream_16_bf16, stream_bytes(16));
+DDTREE_SHARED(gated_stream_48_bf16, stream_bytes(48));
+DDTREE_SHARED(down_stream_16_bf16, stream_bytes(16));
+DDTREE_SHARED(down_stream_48_bf16, stream_bytes(48));
 BY_MMA(bf16, __nv_bfloat16)
-BY_STREAM(bf16, __nv_bfloat16)
+BY_STREAM(bf16, __nv_bfloat16, 16)
+BY_STREAM(bf16, __nv_bfloat16, 48)

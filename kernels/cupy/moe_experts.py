@@ -15,7 +15,10 @@ FEW = 4
 STREAM = 2
 """Pairs of an expert, on the average, from which rows of large 16-bit matrices stream through shared memory: where few
 experts are idle, so that a block's is known before its pairs are."""
-STREAM_TILE, STREAM_THREADS, STREAM_SHARED = (16, 64), 128, 41_472
+STREAM_MANY = 20
+"""Pairs of an expert, on the average, from which streams have their largest tile."""
+STREAM_ROWS, STREAM_THREADS, STREAM_SHARED = 64, 128, {16: 41_472, 48: 72_320}
+"""The last one by tokens of a tile."""
 ONE_TOKEN, FEW_TOKENS, FMA_TILE = (1, 8), (4, 8), (4, 4)
 """Tokens of a tile, and rows of a matrix, where tensor cores do not multiply: of float32, and of other types."""
 
@@ -53,10 +56,10 @@ def moe_experts(
         norm = (form.gain(gain, x.dtype), result, np.float64(eps)) if normed else (result,)
         arguments = (expert_ids, source, matrices, *norm, *sizes)
         if form.by_mma and D * inner >= LONG and STREAM * routed <= M * K:
-            grid = min(M * K, routed) + shared * blocks_for(M, STREAM_TILE[0]), blocks_for(rows, STREAM_TILE[1])
-            name = f"{kind}_stream_{form.suffix}"
-            parts = np.int32(form.threads // 32)
-            launch("moe_experts", name, grid, STREAM_THREADS, *arguments, parts, shared=STREAM_SHARED)
+            tokens, parts = 48 if STREAM_MANY * routed < M * K else 16, np.int32(form.threads // 32)
+            grid = min(M * K, routed) + shared * blocks_for(M, tokens), blocks_for(rows, STREAM_ROWS)
+            name = f"{kind}_stream_{tokens}_{form.suffix}"
+            launch("moe_experts", name, grid, STREAM_THREADS, *arguments, parts, shared=STREAM_SHARED[tokens])
             return
         grid = min(M * K, routed) + shared * blocks_for(M, tile[0]), blocks_for(rows, tile[1])
         launch("moe_experts", form.name(kind, tile), grid, form.threads, *arguments, shared=form.shared(tile))

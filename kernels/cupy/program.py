@@ -217,7 +217,7 @@ def _launch(
     launch.count = 0
     if early:
         _room.attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-    if cluster:
+    if cluster > 1:
         _room.attribute(CLUSTER_DIMENSION, cluster, 1, 1)
     launch.shared, launch.stream = shared, _cupy().cuda.get_current_stream().ptr
     values = [a if isinstance(a, np.generic) else a.data.ptr for a in arguments]

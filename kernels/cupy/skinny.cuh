@@ -13,6 +13,7 @@
 // shared memory. The fourth adds up what the second does in its order, and has its bits.
 #pragma once
 
+#include "cluster.cuh"
 #include "floats.cuh"
 
 constexpr int32 FMA_PARTS = 4, MMA_PARTS = 8;  // the most warps of a block; `linear.py` says it too
@@ -310,7 +311,8 @@ __device__ __forceinline__ void multiply_by_mma(
     }
 }
 
-// By tensor cores through a ring of some stages of shared memory, filled by cp.async, 64 columns at a time. A row of a
+// By tensor cores through a ring of some stages of shared memory, filled by cp.async, 64 columns at a time. Where rows are
+// few, the blocks of a cluster share the columns, and each adds up some of the outputs over all of them, in their order. A row of a
 // stage is 128 bytes, its 8 chunks of 16 bytes in the order chunk ^ (row % 8), so that ldmatrix meets no bank twice. A
 // warp has 16 rows of W (of PAIRED, the block's first half is gate's and the second up's) and all columns.
 constexpr int32 RING_THREADS = 128, RING_ROWS = 64, STEP_BYTES = 128;
@@ -367,41 +369,43 @@ __device__ __forceinline__ void multiply_by_ring(
     static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE_BYTES, "the sums take the place of the stages");
     extern __shared__ __align__(128) float stages[];
     const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = output_block * OUTPUTS;
+    const int32 all_steps = (width + COLUMNS - 1) / COLUMNS, share = (all_steps + cluster_size() - 1) / cluster_size();
+    const int32 begin = cluster_rank() * share * COLUMNS, own_width = min(width - begin, share * COLUMNS);
+    const int32 steps = (max(own_width, 0) + COLUMNS - 1) / COLUMNS;
 
     // This thread's chunk of a step in each of its rows: of W every ROWS_AT_ONCE-th, and of x.
     const int32 chunk = threadIdx.x % 8, row = threadIdx.x / 8;
-    const T* from_w[ROWS / ROWS_AT_ONCE];
+    constexpr int32 COPIES = ROWS / ROWS_AT_ONCE, OF_OUTPUTS = OUTPUTS / ROWS_AT_ONCE;
+    const T* const from_w = weights + (int64(first) + row) * width + begin + chunk * CHUNK;
     const T* from_x[X_COPIES];
     uint32 there = 0;
 #pragma unroll
-    for (int32 i = 0; i < ROWS / ROWS_AT_ONCE; ++i) {
-        const int32 r = row + i * ROWS_AT_ONCE, output = first + r % OUTPUTS;
-        there |= uint32(output < outputs) << i;
-        from_w[i] = weights + (int64(r / OUTPUTS) * outputs + min(output, outputs - 1)) * width + chunk * CHUNK;
-    }
+    for (int32 i = 0; i < COPIES; ++i)
+        there |= uint32(first + row + i % OF_OUTPUTS * ROWS_AT_ONCE < outputs) << i;
 #pragma unroll
     for (int32 i = 0; i < X_COPIES; ++i) {
         const int32 t = row + i * ROWS_AT_ONCE;
         there |= uint32(t < tokens) << (16 + i);
-        from_x[i] = input(min(t, tokens - 1)) + chunk * CHUNK;
+        from_x[i] = input(min(t, tokens - 1)) + begin + chunk * CHUNK;
     }
     const uint32 base = shared_address(stages), place = row * STEP_BYTES + ((chunk ^ row % 8) << 4);
-    const int32 steps = (width + COLUMNS - 1) / COLUMNS;
     const auto fetch = [&](int32 step) {
         const uint32 to = base + step % STAGES * STAGE_BYTES + place;
         const int32 column = step * COLUMNS;
-        const bool inside = column + chunk * CHUNK < width;
+        const bool inside = column + chunk * CHUNK < own_width;
 #pragma unroll
-        for (int32 i = 0; i < ROWS / ROWS_AT_ONCE; ++i) {
+        for (int32 i = 0; i < COPIES; ++i) {
             const bool is_there = inside && (there >> i & 1);
-            copy_chunk(to + i * ROWS_AT_ONCE * STEP_BYTES, is_there ? from_w[i] + column : weights, is_there);
+            const int64 below = i / OF_OUTPUTS * int64(outputs) + i % OF_OUTPUTS * ROWS_AT_ONCE;
+            const T* const from = is_there ? from_w + below * width + column : from_x[0];
+            copy_chunk(to + i * ROWS_AT_ONCE * STEP_BYTES, from, is_there);
         }
 #pragma unroll
         for (int32 i = 0; i < X_COPIES; ++i) {
             const bool is_there = inside && (there >> (16 + i) & 1);
+            const T* const from = is_there ? from_x[i] + column : from_x[0];
             if (TOKENS % ROWS_AT_ONCE == 0 || row + i * ROWS_AT_ONCE < TOKENS)
-                copy_chunk(to + (ROWS + i * ROWS_AT_ONCE) * STEP_BYTES, is_there ? from_x[i] + column : weights,
-                           is_there);
+                copy_chunk(to + (ROWS + i * ROWS_AT_ONCE) * STEP_BYTES, from, is_there);
         }
     };
 
@@ -448,12 +452,21 @@ __device__ __forceinline__ void multiply_by_ring(
             stages[t * PITCH + r] = sums[n][i];
         }
     }
-    // The sums, to all threads.
-    __syncthreads();
-    for (int32 i = threadIdx.x; i < tokens * OUTPUTS; i += RING_THREADS) {
-        const float* own = stages + i / OUTPUTS * PITCH + i % OUTPUTS;
-        if (first + i % OUTPUTS < outputs) store(i / OUTPUTS, first + i % OUTPUTS, *own, PAIRED ? own[OUTPUTS] : 0.0f);
+    // The sums over this block's columns, to the cluster.
+    cluster_sync();
+    const int32 split = cluster_size();
+    for (int32 i = cluster_rank() * RING_THREADS + threadIdx.x; i < tokens * OUTPUTS; i += split * RING_THREADS) {
+        const uint32 own = shared_address(stages + i / OUTPUTS * PITCH + i % OUTPUTS);
+        float sum = 0, other = 0;
+        for (int32 block = 0; block < split; ++block) {
+            const uint32 at = address_in_block(own, block);
+            sum += load_from_cluster(at);
+            if (PAIRED) other += load_from_cluster(at + OUTPUTS * 4);
+        }
+        if (first + i % OUTPUTS < outputs) store(i / OUTPUTS, first + i % OUTPUTS, sum, other);
     }
+    // All have read the sums: their blocks may end.
+    cluster_sync();
 }
 
 // The sums of multiply_by_mma through a ring, the columns' `parts` one after the other, for which W may be on its way
@@ -461,16 +474,21 @@ __device__ __forceinline__ void multiply_by_ring(
 // and of the gain, which stand behind them in a stage. A row's chunks lie in the order chunk ^ (row % 2 * 4), so that 8
 // lanes, which load 4 chunks of two rows, meet no bank twice. A warp has 16 rows of W, of PAIRED 8 of gate's and 8 of
 // up's, so that a lane has both sums of its outputs.
-constexpr int32 STREAM_THREADS = 128, STREAM_TOKENS = 16, STREAM_ROWS = 64, STREAM_STAGES = 4;
-constexpr int32 STREAM_STAGE_BYTES = (STREAM_ROWS + STREAM_TOKENS + 1) * STEP_BYTES;
-constexpr int32 STREAM_BYTES = STREAM_STAGES * STREAM_STAGE_BYTES;
+constexpr int32 STREAM_THREADS = 128, STREAM_ROWS = 64;
 
-template <bool PAIRED, typename T> struct Stream {
-    static constexpr int32 TOKENS = STREAM_TOKENS, STAGES = STREAM_STAGES;
+__device__ constexpr int32 stream_stages(int32 tokens) { return tokens > 16 ? 5 : 4; }
+
+__device__ constexpr int32 stream_bytes(int32 tokens)
+{
+    return stream_stages(tokens) * (STREAM_ROWS + tokens + 1) * STEP_BYTES;
+}
+
+template <int32 TOKENS, bool PAIRED, typename T> struct Stream {
+    static constexpr int32 STAGES = stream_stages(TOKENS), STAGE_BYTES = stream_bytes(TOKENS) / STAGES;
     static constexpr int32 COLUMNS = STEP_BYTES / 2, STRIDE = 32, HALVES = COLUMNS / STRIDE, TILES = TOKENS / 8;
     static constexpr int32 ROWS = STREAM_ROWS, OUTPUTS = PAIRED ? ROWS / 2 : ROWS;
-    static constexpr int32 ROWS_AT_ONCE = STREAM_THREADS / 8, COPIES = ROWS / ROWS_AT_ONCE;
-    static_assert(ROWS == STREAM_THREADS / 32 * 16 && TOKENS == ROWS_AT_ONCE, "what a warp has of W, a thread of x");
+    static constexpr int32 ROWS_AT_ONCE = STREAM_THREADS / 8, COPIES = ROWS / ROWS_AT_ONCE, X_COPIES = TOKENS / ROWS_AT_ONCE;
+    static_assert(ROWS == STREAM_THREADS / 32 * 16 && TOKENS % ROWS_AT_ONCE == 0, "what a warp has of W, a thread of x");
 
     const T* rows[COPIES];  // of W, from which this thread copies a chunk of each step
     int32 outputs, width, first;
@@ -491,7 +509,7 @@ template <bool PAIRED, typename T> struct Stream {
     __device__ static uint32 stage(int32 step)
     {
         extern __shared__ __align__(128) float stages[];
-        return shared_address(stages) + step % STAGES * STREAM_STAGE_BYTES;
+        return shared_address(stages) + step % STAGES * STAGE_BYTES;
     }
 
     __device__ int32 steps() const { return (width + COLUMNS - 1) / COLUMNS; }
@@ -506,12 +524,15 @@ template <bool PAIRED, typename T> struct Stream {
             copy_chunk(to + i * ROWS_AT_ONCE * STEP_BYTES, inside ? rows[i] + column : rows[i], inside);
     }
 
-    // Of x, whose row of this thread is not there where it is null, and of the gain.
-    __device__ void fetch_rows(int32 step, const T* x, const T* gain) const
+    // Of x, whose rows that are not there are null, and of the gain.
+    __device__ void fetch_rows(int32 step, const T* const (&x)[X_COPIES], const T* gain) const
     {
         const int32 chunk = threadIdx.x % 8, row = threadIdx.x / 8, column = step * COLUMNS + chunk * 8;
         const bool inside = column < width;
-        if (x) copy_chunk(stage(step) + place(ROWS + row, chunk), inside ? x + column : x, inside);
+        const uint32 to = stage(step) + place(ROWS + row, chunk);
+#pragma unroll
+        for (int32 i = 0; i < X_COPIES; ++i)
+            if (x[i]) copy_chunk(to + i * ROWS_AT_ONCE * STEP_BYTES, inside ? x[i] + column : x[i], inside);
         if (PAIRED && gain && row == 0)
             copy_chunk(stage(step) + place(ROWS + TOKENS, chunk), inside ? gain + column : gain, inside);
     }
@@ -526,7 +547,12 @@ template <bool PAIRED, typename T> struct Stream {
         const T* __restrict__ gain, double eps, int32 tokens, int32 parts, Input input, Store store) const
     {
         const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const T* const x = threadIdx.x / 8 < tokens ? input(threadIdx.x / 8) : nullptr;
+        const T* x[X_COPIES];
+#pragma unroll
+        for (int32 i = 0; i < X_COPIES; ++i) {
+            const int32 row = threadIdx.x / 8 + i * ROWS_AT_ONCE;
+            x[i] = row < tokens ? input(row) : nullptr;
+        }
         for (int32 step = 0; step < STAGES - 1; ++step) {
             if (step < steps()) fetch_rows(step, x, gain);
             commit_copies();

@@ -59,12 +59,13 @@ def test_every_source_is_a_program_and_has_a_launcher():
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_kernels_fit(program, arch):
     needs_nvrtc()
-    kernels = compiled(program, arch)
+    page, kernels = (FOLDER / "RESOURCES.md").read_text(encoding="utf-8"), compiled(program, arch)
     stated = set(re.findall(r"^DDTREE_SHARED\((\w+),", program_source(program), re.MULTILINE))
     assert stated <= {k.kernel for k in kernels}
     assert stated == {k.kernel for k in kernels if k.dynamic_shared > 0}, "a stated size was not found in the binary"
     for k in kernels:
-        assert (k.spill_bytes, k.stack_bytes) == (0, 0), k
+        most = 0 if f"NVRTC {nvrtc_version()} " in page else 128  # another compiler may allocate other registers
+        assert max(k.spill_bytes, k.stack_bytes) <= most, k
         assert k.static_shared + k.dynamic_shared <= min(ARCHITECTURES[arch].shared_per_block, 101_376), k
         assert 0 < k.threads <= 1024, f"{k}: __launch_bounds__ must say how many threads"
         assert k.threads * max(k.min_blocks, 1) <= ARCHITECTURES[arch].threads_per_sm, k
@@ -73,10 +74,12 @@ def test_kernels_fit(program, arch):
 
 
 LAUNCHED_WITH = {
-    "verify_attention": {"attend": "SHARED", "attend_few": "FEW_SHARED"},
-    "moe_experts": {"gated_stream": "STREAM_SHARED", "down_stream": "STREAM_SHARED"},
+    "verify_attention": lambda of: {"attend": of.SHARED, "attend_few": of.FEW_SHARED},
+    "moe_experts": lambda of: {
+        f"{kind}_stream_{tokens}": size for tokens, size in of.STREAM_SHARED.items() for kind in ("gated", "down")
+    },
 }
-"""The launchers' names of what kernels of 16-bit types take, whatever they are called with."""
+"""What kernels of 16-bit types are launched with, whatever they are called with, by their launchers."""
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -85,9 +88,9 @@ def test_kernels_are_launched_with_what_their_source_states(program, arch):
     needs_nvrtc()
     launcher = importlib.import_module(f"ddtree.kernels.cupy.{program}")
     stated = {k.kernel: k.dynamic_shared for k in compiled(program, arch)}
-    for name, constant in LAUNCHED_WITH[program].items():
+    for name, size in LAUNCHED_WITH[program](launcher).items():
         for suffix in ("f16", "bf16"):
-            assert stated[f"{name}_{suffix}"] == getattr(launcher, constant)
+            assert stated[f"{name}_{suffix}"] == size
 
 
 def test_the_committed_table_is_that_of_the_sources():

@@ -12,13 +12,13 @@ import pytest
 
 from ddtree.kernels.cupy import cublas, program
 from ddtree.kernels.cupy.build_tree import most_kept, paths_size
-from ddtree.kernels.cupy.linear import form_of
+from ddtree.kernels.cupy.linear import form_of, ring_split
 from ddtree.kernels.cupy.program import PROGRAMS, program_source
 from ddtree.kernels.cupy.topk_log_probs import power_of_2
 from ddtree.kernels.cupy.verify_attention import few_parts, plain_parts
 
 
-@pytest.mark.parametrize("program", ["build_tree", "linear", "topk_log_probs"])
+@pytest.mark.parametrize("program", ["build_tree", "linear", "moe_experts", "topk_log_probs"])
 def test_constants_of_one_name_are_equal(program):
     assert program in PROGRAMS
     module = importlib.import_module(f"ddtree.kernels.cupy.{program}")
@@ -47,6 +47,11 @@ def test_a_context_is_split_until_the_gpu_is_full_and_no_finer_than_its_tiles():
 
 def test_clusters_of_few_rows_leave_room_for_one_another():
     assert [few_parts(tiles, 132) for tiles in (1, 8, 9, 16, 17, 66, 67, 132, 133)] == [8, 8, 4, 4, 2, 2, 1, 1, 0]
+
+
+def test_the_columns_of_few_rows_are_shared_and_those_of_many_or_short_ones_are_not():
+    assert [ring_split(rows, 8192) for rows in (1, 7168, 8192, 16_384, 32_705, 163_840)] == [8, 8, 4, 2, 1, 1]
+    assert [ring_split(7168, D) for D in (8, 512, 1016, 1024, 2048, 4096, 8192)] == [1, 1, 2, 2, 4, 8, 8]
 
 
 def on_device(dtype, *shape, address=512):

@@ -34,7 +34,9 @@ def cp(monkeypatch):
 def sizes(request, monkeypatch):
     """Matrices are multiplied as their sizes say, or, however small, as very large ones are."""
     if request.param:
-        monkeypatch.setattr(importlib.import_module("ddtree.kernels.cupy.linear"), "LARGE", 0)
+        linear = importlib.import_module("ddtree.kernels.cupy.linear")
+        monkeypatch.setattr(linear, "LARGE", 0)
+        monkeypatch.setattr(linear, "LEAST_STEPS", 1)
         monkeypatch.setattr(importlib.import_module("ddtree.kernels.cupy.moe_experts"), "LONG", 0)
 
 
