@@ -155,7 +155,8 @@ def compile_program(program: str, arch: str) -> list[KernelResources]:
     RuntimeError
         It does not compile; the message is the compiler's log.
     """
-    options = [f"-arch={arch}", *OPTIONS, *PROGRAMS[program], *ADDED_BY_CUPY, "--ptxas-options=-v", *_include_options()]
+    options = [f"-arch={arch}", *OPTIONS, *PROGRAMS[program], *ADDED_BY_CUPY, *_include_options()]
+    options += ["--ptxas-options=-v", "--no-cache"]  # what comes from the driver's cache has no log
     cubin, ptx, log = _compile(program_source(program), f"{program}.cu", options)
     kernels = _ptxas_report(log)
     entries = set(re.findall(r"Compiling entry function '([^']+)'", log))
