@@ -15,6 +15,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddtree.backends import BACKENDS, BackendUnavailable, get_backend
 from ddtree.protocols import OPS
@@ -27,6 +28,7 @@ __all__ = [
     "gpu_timings",
     "gpu_verification",
     "how_to_get",
+    "kernel_sources",
     "kernel_sources_hash",
     "versions",
 ]
@@ -43,6 +45,8 @@ PACKAGES = {
     "torch": ("torch",),
 }
 """Libraries that ddtree works with, and the names under which they may be installed."""
+NAMED = 6
+"""Files that are named where more have changed."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +127,21 @@ def backend_states() -> tuple[BackendState, ...]:
 def kernel_sources_hash(backend: str) -> str:
     """SHA-256 of a backend's kernel sources: names and bytes of its .py, .cu and .cuh files, in order of name."""
     digest = hashlib.sha256()
-    folder = importlib.resources.files(BACKENDS[backend].module)
-    for file in sorted((f for f in folder.iterdir() if f.name.endswith((".py", ".cu", ".cuh"))), key=lambda f: f.name):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    for name, content in _kernel_files(backend).items():
+        digest.update(name.encode() + b"\0" + content)
     return digest.hexdigest()
+
+
+def kernel_sources(backend: str) -> dict[str, Any]:
+    """What a record of a measurement says of its kernels: the hash of all sources, and 16 digits of each file's."""
+    files = {name: hashlib.sha256(content).hexdigest()[:16] for name, content in _kernel_files(backend).items()}
+    return {"sources_sha256": kernel_sources_hash(backend), "sources": files}
+
+
+def _kernel_files(backend: str) -> dict[str, bytes]:
+    folder = importlib.resources.files(BACKENDS[backend].module)
+    files = (file for file in folder.iterdir() if file.name.endswith((".py", ".cu", ".cuh")))
+    return {file.name: file.read_bytes() for file in sorted(files, key=lambda file: file.name)}
 
 
 def gpu_verification(backend: str) -> str | None:
@@ -136,7 +151,7 @@ def gpu_verification(backend: str) -> str | None:
         return None
     seen = json.loads(record.read_text(encoding="utf-8"))
     drawn = sum(seen["examples"].values())
-    held = _still_holds(backend, seen["sources_sha256"])
+    held = _still_holds(backend, seen)
     return f"{backend}: {drawn:,} drawn inputs equal, laws {seen['laws']}, on {seen['gpu']}, {seen['date']}; {held}"
 
 
@@ -152,13 +167,22 @@ def gpu_timings() -> list[str]:
             machine = report["machine"]
             backend = report.get("backend", machine.get("backend"))
             gpu = next(line for line in machine["devices"] if line.startswith("GPU")).partition(": ")[2]
-            held = _still_holds(backend, machine["sources_sha256"])
+            held = _still_holds(backend, machine)
             lines.append(f"{backend}: {what} on {gpu.partition(',')[0]}; {held}")
     return lines
 
 
-def _still_holds(backend: str, sources_sha256: str) -> str:
-    return f"sources {'unchanged' if sources_sha256 == kernel_sources_hash(backend) else 'CHANGED'} since"
+def _still_holds(backend: str, record: dict[str, Any]) -> str:
+    """Whether a record is of the sources that are here, and if not, which files are others."""
+    now, then = kernel_sources(backend), record.get("sources")
+    if record["sources_sha256"] == now["sources_sha256"]:
+        return "sources unchanged since"
+    if then is None:
+        return "sources CHANGED since"
+    files = now["sources"]
+    changed = sorted(name for name in files.keys() | then.keys() if files.get(name) != then.get(name))
+    more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
+    return f"sources CHANGED since: {', '.join(changed[:NAMED])}{more}"
 
 
 def _version(distribution: str) -> str | None:

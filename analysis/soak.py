@@ -31,7 +31,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ddtree.analysis.environment import commit, devices, kernel_sources_hash, versions
+from ddtree.analysis.environment import commit, devices, kernel_sources, versions
 from ddtree.analysis.margins import BOUNDS, Difference, HeldWeights, Sampling, first_differences
 from ddtree.analysis.outputs import make_folder
 from ddtree.analysis.progress import progress_bar
@@ -691,7 +691,7 @@ def soak(
     machine: dict[str, Any] = {"devices": devices(), "versions": {k: v for k, v in versions().items() if v}}
     machine["commit"] = commit()
     if backend in BACKENDS:
-        machine["sources_sha256"] = kernel_sources_hash(backend)
+        machine |= kernel_sources(backend)
     settings = {"rounds": rounds, "backend": backend, "dtype": dtype, "seed": seed, "resident": resident}
     bound = BOUNDS[dtype]
     record = Record(settings | {"models": list(models), "bound": asdict(bound)}, machine)

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import click
 import ml_dtypes
@@ -31,7 +30,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from ddtree.analysis.environment import backend_states, commit, devices, kernel_sources_hash, versions
+from ddtree.analysis.environment import backend_states, commit, devices, kernel_sources, versions
 from ddtree.backends import BACKENDS, SIMULATED, get_backend
 from ddtree.kdtr import atomic_write
 
@@ -187,13 +186,13 @@ def start_sanitizer(code: str, tools: Sequence[str] = TOOLS) -> dict[str, subpro
 
 
 def exercise(backend: str, ops: tuple[str, ...], examples: int, tool: str) -> None:
-    """What runs under a tool: drawn inputs of every operation, and what tensor cores do only where much is asked."""
+    """What runs under a tool: drawn inputs of every operation, and attention at the width of the tensor cores."""
     prepare_for_sanitizer(tool)
     wrong = [
         f"{op}: {first}" for op in ops for _, _, mismatches, first in [compare(backend, op, examples, 1)] if mismatches
     ]
     if backend == "cupy":
-        wrong += [*_attention_at_full_width(), *_experts_that_stream()]
+        wrong += _attention_at_full_width()
     if wrong:
         raise SystemExit("\n".join(wrong))
 
@@ -239,29 +238,6 @@ def _attention_at_full_width() -> list[str]:
     return wrong
 
 
-def _experts_that_stream() -> list[str]:
-    """Where experts whose weights stream have other bits than those whose weights do not, of both 16-bit types."""
-    import cupy
-
-    module, rng, wrong = importlib.import_module("ddtree.kernels.cupy.moe_experts"), np.random.default_rng(0), []
-
-    def drawn(*shape: int) -> Any:
-        return cupy.asarray((rng.standard_normal(shape) / 8).astype(dtype))
-
-    for dtype, M, K, E, D, inner in ((np.float16, 40, 4, 9, 320, 288), (ml_dtypes.bfloat16, 33, 8, 5, 72, 40)):
-        expert_ids = cupy.asarray(rng.integers(-1, E - 1, (M, K)).astype(np.int32))
-        weights = cupy.asarray(rng.random((M, K), np.float32))
-        inputs = drawn(M, D), expert_ids, weights, drawn(E, 2 * inner, D), drawn(E, D, inner)
-        gain, bits = drawn(D), []
-        for stream in (0, sys.maxsize):
-            with patch.multiple(module, LONG=0, STREAM=stream):
-                y = module.moe_experts(*inputs, shared=1, gain=gain, eps=1e-6)
-            bits.append(cupy.asnumpy(y.view(np.uint16)))
-        if (bits[0] != bits[1]).any():
-            wrong.append(f"moe_experts of {np.dtype(dtype).name}: {(bits[0] != bits[1]).sum()} numbers are others")
-    return wrong
-
-
 @click.command()
 @click.option("--backend", default="cupy", show_default=True, type=click.Choice(["cupy", "numba_cuda"]))
 @click.option("--examples", type=AT_LEAST_ONE, default=15_000, show_default=True, help="Drawn inputs an operation.")
@@ -293,10 +269,10 @@ def main(
     if reason or not gpus:
         raise click.ClickException(reason or "nvidia-smi lists no GPU here")
     ops, start = get_backend(backend).ops, time.perf_counter()
-    hashed, gpu = kernel_sources_hash(backend), ",".join(gpus[0].partition(": ")[2].split(",")[:2])
+    sources, gpu = kernel_sources(backend), ",".join(gpus[0].partition(": ")[2].split(",")[:2])
     with_what = {k: v for k, v in versions().items() if v}
-    of = {"backend": backend, "sources_sha256": hashed, "gpu": gpu, "versions": with_what, "commit": commit()}
-    parts = Found(of, resume)
+    of = {"backend": backend, "sources_sha256": sources["sources_sha256"], "gpu": gpu, "versions": with_what}
+    parts = Found(of | {"commit": commit()}, resume)
     code = f"from ddtree.analysis.verify_on_gpu import exercise; exercise({backend!r}, {ops!r}, 20, 'TOOL')"
     tools = [tool for tool in TOOLS if tool not in parts] if sanitized else []
     sanitizers = start_sanitizer(code, tools)
@@ -327,7 +303,7 @@ def main(
         "examples": {op: n for op, (n, _, _) in found.items()},
         "laws": parts["laws"],
         "versions": with_what,
-        "sources_sha256": hashed,
+        **sources,
     }
     console.print(f"the suite's laws: {record['laws']}", markup=False)
     failed = {name: parts[name] for name in TOOLS if sanitized and parts[name]}

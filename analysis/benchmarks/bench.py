@@ -20,7 +20,7 @@ from ddtree import reference
 from ddtree.analysis.benchmarks.cases import Case
 from ddtree.analysis.benchmarks.peers import Peer, peers_for, tensor
 from ddtree.analysis.benchmarks.timing import Ceilings, DeviceTimer, Times, time_on_host
-from ddtree.analysis.environment import devices, kernel_sources_hash, versions
+from ddtree.analysis.environment import devices, kernel_sources, versions
 from ddtree.arrays import to_numpy
 from ddtree.backends import BACKENDS, Backend
 from ddtree.kernels import numba_cpu
@@ -272,5 +272,5 @@ def _machine(backend: str) -> dict[str, Any]:
     if hasattr(os, "getloadavg"):
         found["load"] = round(os.getloadavg()[0], 1)
     if backend in BACKENDS:
-        found["sources_sha256"] = kernel_sources_hash(backend)
+        found |= kernel_sources(backend)
     return found

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from ddtree.analysis.benchmarks.peers import peers_for
 from ddtree.analysis.benchmarks.timing import DeviceTimer, time_on_host
-from ddtree.analysis.environment import commit, devices, kernel_sources_hash, versions
+from ddtree.analysis.environment import commit, devices, kernel_sources, versions
 from ddtree.analysis.margins import BOUNDS, HeldWeights, first_differences
 from ddtree.analysis.outputs import make_folder
 from ddtree.arrays import array_namespace
@@ -471,7 +471,7 @@ def measure(
     if importlib.util.find_spec("transformers") is not None:
         machine["versions"]["transformers"] = importlib.import_module("importlib.metadata").version("transformers")
     if backend in BACKENDS:
-        machine["sources_sha256"] = kernel_sources_hash(backend)
+        machine |= kernel_sources(backend)
     report = Report(machine, asdict(sizes))
     bench = _Bench(report, sizes, backend, written)
     try:

@@ -6,8 +6,7 @@
 // Blocks find their work themselves. Grid x is a place for each expert that can have work: where there are fewer pairs
 // than experts, one for each pair, which is its expert's if no pair before it has the same. Shared experts follow, with
 // all tokens that are not padding. A block looks through the ids for the pairs of its expert, a tile at a time, and
-// reads the expert's weights once for them; idle experts are not read at all. Where most experts have work, weights
-// stream through shared memory, and those of a block's first steps are on their way before its pairs are known.
+// reads the expert's weights once for them; idle experts are not read at all.
 //
 // Version 1 made a plan of tiles in a launch of its own.
 //
@@ -127,33 +126,6 @@ __device__ __forceinline__ void multiply(
             weights, gain, eps, outputs, width, tokens, block, input, store);
 }
 
-// Calls run(expert, tokens, whether it is the first) for each tile of one place of the grid (see `Experts`), with its
-// pairs in `pairs`.
-template <int32 TOKENS, typename Run>
-__device__ __forceinline__ void for_each_tile(const Experts& experts, int32* pairs, Run run)
-{
-    int32 candidate, end, count = 0;
-    const int32 expert = experts.at(blockIdx.x, TOKENS, candidate, end);
-    if (expert < 0) return;
-    for (bool is_first = true;; is_first = false) {
-        for (; count < TOKENS && candidate < end; candidate += blockDim.x)
-            count = experts.find_pairs(expert, candidate, end, count, pairs);
-        if (count == 0) return;
-        const int32 tokens = min(count, TOKENS);
-        run(expert, tokens, is_first);
-        if (candidate >= end && count == tokens) return;
-        // All threads are through with this tile's pairs and sums.
-        __syncthreads();
-        count -= tokens;
-        const int32 left = threadIdx.x < count ? pairs[tokens + threadIdx.x] : 0;
-        // The pairs that are left are read, before they move to the front.
-        __syncthreads();
-        if (threadIdx.x < count) pairs[threadIdx.x] = left;
-        // They are there, to all threads.
-        __syncthreads();
-    }
-}
-
 // The tiles of one place of the grid (see `Experts`), and an output block of each. GATED: from x to hidden; else from
 // hidden to outputs.
 template <int32 TOKENS, int32 ROWS, int32 N, bool GATED, typename T, typename Result>
@@ -170,43 +142,34 @@ __device__ __forceinline__ void expert_block(
         prefetch_rows(own, rows, width);
         if (GATED) prefetch_rows(own + int64(outputs) * width, rows, width);
     }
-    const auto input = [&](int32 t) { return x + int64(GATED ? pairs[t] / experts.a_token() : pairs[t]) * width; };
     wait_for_earlier();
-    for_each_tile<TOKENS>(experts, pairs, [&](int32 expert, int32 tokens, bool) {
-        const T* weights = matrices + int64(expert) * (GATED ? 2 : 1) * I * D;
+    int32 candidate, end, count = 0;
+    const int32 expert = experts.at(blockIdx.x, TOKENS, candidate, end);
+    if (expert < 0) return;
+    const T* weights = matrices + int64(expert) * (GATED ? 2 : 1) * I * D;
+    const auto input = [&](int32 t) { return x + int64(GATED ? pairs[t] / experts.a_token() : pairs[t]) * width; };
+    while (true) {
+        for (; count < TOKENS && candidate < end; candidate += blockDim.x)
+            count = experts.find_pairs(expert, candidate, end, count, pairs);
+        if (count == 0) return;
+        const int32 tokens = min(count, TOKENS);
         if constexpr (GATED)
             multiply<TOKENS, ROWS, N, true>(
                 weights, gain, eps, outputs, width, tokens, blockIdx.y, input, StoreHidden<T>{result, pairs, I});
         else
             multiply<TOKENS, ROWS, N, false>(
                 weights, gain, eps, outputs, width, tokens, blockIdx.y, input, StoreOutput<T>{result, pairs, D});
-    });
-}
-
-// The same through a ring, whose weights are on their way before it is known who is multiplied with them.
-template <int32 TOKENS, bool GATED, typename T, typename Result>
-__device__ __forceinline__ void stream_block(
-    const Experts& experts, const T* x, const T* __restrict__ matrices, const T* __restrict__ gain,
-    Result* __restrict__ result, double eps, int32 D, int32 I, int32 parts)
-{
-    __shared__ int32 pairs[TOKENS + STREAM_THREADS];
-    const int32 outputs = GATED ? I : D, width = GATED ? D : I, likely = experts.likely_at(blockIdx.x, TOKENS);
-    const auto input = [&](int32 t) { return x + int64(GATED ? pairs[t] / experts.a_token() : pairs[t]) * width; };
-    const auto of = [&](int32 expert) {
-        const T* weights = matrices + int64(expert) * (GATED ? 2 : 1) * I * D;
-        return Stream<TOKENS, GATED, T>(weights, outputs, width, blockIdx.y);
-    };
-    if (likely >= 0) of(likely).begin();
-    wait_for_earlier();
-    for_each_tile<TOKENS>(experts, pairs, [&](int32 expert, int32 tokens, bool is_first) {
-        const auto own = of(expert);
-        if (!is_first || likely < 0) own.begin();
-        if constexpr (GATED)
-            own.multiply(gain, eps, tokens, parts, input, StoreHidden<T>{result, pairs, I});
-        else
-            own.multiply(gain, eps, tokens, parts, input, StoreOutput<T>{result, pairs, D});
-    });
-    wait_for_copies<0>();
+        if (candidate >= end && count == tokens) return;
+        // All threads are through with this tile's pairs and sums.
+        __syncthreads();
+        count -= tokens;
+        const int32 left = threadIdx.x < count ? pairs[tokens + threadIdx.x] : 0;
+        // The pairs that are left are read, before they move to the front.
+        __syncthreads();
+        if (threadIdx.x < count) pairs[threadIdx.x] = left;
+        // They are there, to all threads.
+        __syncthreads();
+    }
 }
 
 template <typename T>
@@ -270,29 +233,6 @@ COMBINE(combine_bf16, __nv_bfloat16)
 COMBINE(combine_f32, float)
 COMBINE(combine_f64, double)
 
-// Of a multiprocessor: shared memory is short on sm_120.
-#if __CUDA_ARCH__ >= 1200
-__device__ constexpr int32 stream_blocks(int32 tokens) { return tokens > 16 ? 1 : 2; }
-#else
-__device__ constexpr int32 stream_blocks(int32 tokens) { return tokens > 16 ? 3 : 5; }
-#endif
-
-#define BY_STREAM(suffix, T, TOKENS)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(STREAM_THREADS, stream_blocks(TOKENS)) gated_stream_##TOKENS##_##suffix(\
-        const int32* ids, const T* x, const T* gate_up, const T* gain, T* hidden, double eps, int32 M, int32 K,        \
-        int32 routed, int32 shared, int32 D, int32 I, int32 parts)                                                     \
-    {                                                                                                                  \
-        const Experts experts{ids, M, K, routed, shared};                                                              \
-        stream_block<TOKENS, true>(experts, x, gate_up, gain, hidden, eps, D, I, parts);                               \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(STREAM_THREADS, stream_blocks(TOKENS)) down_stream_##TOKENS##_##suffix(\
-        const int32* ids, const T* hidden, const T* down, Wide<T>* outputs, int32 M, int32 K, int32 routed,            \
-        int32 shared, int32 D, int32 I, int32 parts)                                                                   \
-    {                                                                                                                  \
-        const Experts experts{ids, M, K, routed, shared};                                                              \
-        stream_block<TOKENS, false>(experts, hidden, down, static_cast<const T*>(nullptr), outputs, 0, D, I, parts);   \
-    }
-
 #define BY_MMA(suffix, T)                                                                                              \
     GATED(gated_8_##suffix, T, 32 * MMA_PARTS, 2, 8, 16, 0)                                                            \
     GATED(gated_32_##suffix, T, 32 * MMA_PARTS, 2, 32, 16, 0)                                                          \
@@ -303,21 +243,9 @@ DDTREE_SHARED(gated_8_f16, mma_bytes(8, 16));
 DDTREE_SHARED(gated_32_f16, mma_bytes(32, 16));
 DDTREE_SHARED(down_8_f16, mma_bytes(8, 16));
 DDTREE_SHARED(down_32_f16, mma_bytes(32, 16));
-DDTREE_SHARED(gated_stream_16_f16, stream_bytes(16));
-DDTREE_SHARED(gated_stream_48_f16, stream_bytes(48));
-DDTREE_SHARED(down_stream_16_f16, stream_bytes(16));
-DDTREE_SHARED(down_stream_48_f16, stream_bytes(48));
 BY_MMA(f16, __half)
-BY_STREAM(f16, __half, 16)
-BY_STREAM(f16, __half, 48)
 DDTREE_SHARED(gated_8_bf16, mma_bytes(8, 16));
 DDTREE_SHARED(gated_32_bf16, mma_bytes(32, 16));
 DDTREE_SHARED(down_8_bf16, mma_bytes(8, 16));
 DDTREE_SHARED(down_32_bf16, mma_bytes(32, 16));
-DDTREE_SHARED(gated_stream_16_bf16, stream_bytes(16));
-DDTREE_SHARED(gated_stream_48_bf16, stream_bytes(48));
-DDTREE_SHARED(down_stream_16_bf16, stream_bytes(16));
-DDTREE_SHARED(down_stream_48_bf16, stream_bytes(48));
 BY_MMA(bf16, __nv_bfloat16)
-BY_STREAM(bf16, __nv_bfloat16, 16)
-BY_STREAM(bf16, __nv_bfloat16, 48)

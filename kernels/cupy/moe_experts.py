@@ -12,13 +12,6 @@ __all__ = ["moe_experts"]
 COMBINE_THREADS = 256
 FEW = 4
 """Pairs of an expert, on the average, up to which it is worth having tiles of few tokens."""
-STREAM = 2
-"""Pairs of an expert, on the average, from which rows of large 16-bit matrices stream through shared memory: where few
-experts are idle, so that a block's is known before its pairs are."""
-STREAM_MANY = 20
-"""Pairs of an expert, on the average, from which streams have their largest tile."""
-STREAM_ROWS, STREAM_THREADS, STREAM_SHARED = 64, 128, {16: 41_472, 48: 72_320}
-"""The last one by tokens of a tile."""
 ONE_TOKEN, FEW_TOKENS, FMA_TILE = (1, 8), (4, 8), (4, 4)
 """Tokens of a tile, and rows of a matrix, where tensor cores do not multiply: of float32, and of other types."""
 
@@ -53,16 +46,13 @@ def moe_experts(
         tile = form.tile(min(M, 8) if FEW * routed >= M * K else M) if form.by_mma else FMA_TILE
         if form.suffix == "f32" and not form.any:
             tile = ONE_TOKEN if M == 1 else FEW_TOKENS
-        norm = (form.gain(gain, x.dtype), result, np.float64(eps)) if normed else (result,)
-        arguments = (expert_ids, source, matrices, *norm, *sizes)
-        if form.by_mma and D * inner >= LONG and STREAM * routed <= M * K:
-            tokens, parts = 48 if STREAM_MANY * routed < M * K else 16, np.int32(form.threads // 32)
-            grid = min(M * K, routed) + shared * blocks_for(M, tokens), blocks_for(rows, STREAM_ROWS)
-            name = f"{kind}_stream_{tokens}_{form.suffix}"
-            launch("moe_experts", name, grid, STREAM_THREADS, *arguments, parts, shared=STREAM_SHARED[tokens])
-            return
         grid = min(M * K, routed) + shared * blocks_for(M, tile[0]), blocks_for(rows, tile[1])
-        launch("moe_experts", form.name(kind, tile), grid, form.threads, *arguments, shared=form.shared(tile))
+        norm = (form.gain(gain, x.dtype), result, np.float64(eps)) if normed else (result,)
+        launch(
+            *("moe_experts", form.name(kind, tile), grid, form.threads),
+            *(expert_ids, source, matrices, *norm, *sizes),
+            shared=form.shared(tile),
+        )
 
     multiply("gated", contiguous(x), gate_up, 2 * inner, hidden, normed=True)
     multiply("down", hidden, down, D, outputs, normed=False)

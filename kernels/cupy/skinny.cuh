@@ -8,9 +8,8 @@
 //
 // The warps of a block share the columns, in parts; nothing but W's type and width decides what is added up in which
 // order, so that a token's sums have the same bits in every tile. W and x go from memory straight to registers, 16
-// bytes a lane and load: with a part of a few loads, all of them are under way at once. The third and the fourth form
-// are for so many rows that they alone fill the GPU: their warps share the rows, and W and x come through a ring in
-// shared memory. The fourth adds up what the second does in its order, and has its bits.
+// bytes a lane and load: with a part of a few loads, all of them are under way at once. The third form is for large
+// matrices: its warps share the rows, and W and x come through a ring in shared memory.
 #pragma once
 
 #include "cluster.cuh"
@@ -311,10 +310,11 @@ __device__ __forceinline__ void multiply_by_mma(
     }
 }
 
-// By tensor cores through a ring of some stages of shared memory, filled by cp.async, 64 columns at a time. Where rows are
-// few, the blocks of a cluster share the columns, and each adds up some of the outputs over all of them, in their order. A row of a
+// By tensor cores through a ring of some stages of shared memory, filled by cp.async, 64 columns at a time. A row of a
 // stage is 128 bytes, its 8 chunks of 16 bytes in the order chunk ^ (row % 8), so that ldmatrix meets no bank twice. A
-// warp has 16 rows of W (of PAIRED, the block's first half is gate's and the second up's) and all columns.
+// warp has 16 rows of W (of PAIRED, the block's first half is gate's and the second up's) and all columns of the block's,
+// which has all there are or, where rows are few, shares them with the others of its cluster: then each adds up some of
+// the outputs over all blocks, in their order.
 constexpr int32 RING_THREADS = 128, RING_ROWS = 64, STEP_BYTES = 128;
 
 __device__ constexpr int32 ring_stages(int32 tokens) { return tokens > 32 ? 3 : 4; }
@@ -325,16 +325,6 @@ __device__ constexpr int32 ring_bytes(int32 tokens)
 }
 
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
-
-__device__ __forceinline__ uint4 load_shared(uint32 at)
-{
-    uint4 x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(at)
-                 : "memory");
-    return x;
-}
 
 // 16 bytes from global to shared memory, under way until they are waited for; zeros where `there` is false.
 __device__ __forceinline__ void copy_chunk(uint32 to, const void* from, bool there)
@@ -365,6 +355,7 @@ __device__ __forceinline__ void multiply_by_ring(
     constexpr int32 ROWS = RING_ROWS, OUTPUTS = PAIRED ? ROWS / 2 : ROWS, STAGE_BYTES = (ROWS + TOKENS) * STEP_BYTES;
     constexpr int32 COLUMNS = STEP_BYTES / sizeof(T), CHUNK = 16 / sizeof(T), TILES = TOKENS / 8;
     constexpr int32 ROWS_AT_ONCE = RING_THREADS / 8, X_COPIES = (TOKENS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    constexpr int32 COPIES = ROWS / ROWS_AT_ONCE, OF_OUTPUTS = OUTPUTS / ROWS_AT_ONCE;
     constexpr int32 PITCH = ROWS + 4, STAGES = ring_stages(TOKENS);  // the former of the sums, in floats
     static_assert(TOKENS * PITCH * 4 <= STAGES * STAGE_BYTES, "the sums take the place of the stages");
     extern __shared__ __align__(128) float stages[];
@@ -375,7 +366,6 @@ __device__ __forceinline__ void multiply_by_ring(
 
     // This thread's chunk of a step in each of its rows: of W every ROWS_AT_ONCE-th, and of x.
     const int32 chunk = threadIdx.x % 8, row = threadIdx.x / 8;
-    constexpr int32 COPIES = ROWS / ROWS_AT_ONCE, OF_OUTPUTS = OUTPUTS / ROWS_AT_ONCE;
     const T* const from_w = weights + (int64(first) + row) * width + begin + chunk * CHUNK;
     const T* from_x[X_COPIES];
     uint32 there = 0;
@@ -468,160 +458,3 @@ __device__ __forceinline__ void multiply_by_ring(
     // All have read the sums: their blocks may end.
     cluster_sync();
 }
-
-// The sums of multiply_by_mma through a ring, the columns' `parts` one after the other, for which W may be on its way
-// before it is known what it is multiplied with: `begin` asks for the first steps of W's rows, `multiply` for those of x
-// and of the gain, which stand behind them in a stage. A row's chunks lie in the order chunk ^ (row % 2 * 4), so that 8
-// lanes, which load 4 chunks of two rows, meet no bank twice. A warp has 16 rows of W, of PAIRED 8 of gate's and 8 of
-// up's, so that a lane has both sums of its outputs.
-constexpr int32 STREAM_THREADS = 128, STREAM_ROWS = 64;
-
-__device__ constexpr int32 stream_stages(int32 tokens) { return tokens > 16 ? 5 : 4; }
-
-__device__ constexpr int32 stream_bytes(int32 tokens)
-{
-    return stream_stages(tokens) * (STREAM_ROWS + tokens + 1) * STEP_BYTES;
-}
-
-template <int32 TOKENS, bool PAIRED, typename T> struct Stream {
-    static constexpr int32 STAGES = stream_stages(TOKENS), STAGE_BYTES = stream_bytes(TOKENS) / STAGES;
-    static constexpr int32 COLUMNS = STEP_BYTES / 2, STRIDE = 32, HALVES = COLUMNS / STRIDE, TILES = TOKENS / 8;
-    static constexpr int32 ROWS = STREAM_ROWS, OUTPUTS = PAIRED ? ROWS / 2 : ROWS;
-    static constexpr int32 ROWS_AT_ONCE = STREAM_THREADS / 8, COPIES = ROWS / ROWS_AT_ONCE, X_COPIES = TOKENS / ROWS_AT_ONCE;
-    static_assert(ROWS == STREAM_THREADS / 32 * 16 && TOKENS % ROWS_AT_ONCE == 0, "what a warp has of W, a thread of x");
-
-    const T* rows[COPIES];  // of W, from which this thread copies a chunk of each step
-    int32 outputs, width, first;
-
-    __device__ Stream(const T* weights, int32 outputs, int32 width, int32 output_block)
-        : outputs(outputs), width(width), first(output_block * OUTPUTS)
-    {
-#pragma unroll
-        for (int32 i = 0; i < COPIES; ++i) {
-            const int32 row = threadIdx.x / 8 + i * ROWS_AT_ONCE;
-            const int32 output = first + (PAIRED ? row / 16 * 8 + row % 8 : row);
-            rows[i] = weights + (int64(PAIRED && row % 16 >= 8 ? outputs : 0) + min(output, outputs - 1)) * width;
-        }
-    }
-
-    __device__ static uint32 place(int32 row, int32 chunk) { return row * STEP_BYTES + ((chunk ^ row % 2 * 4) << 4); }
-
-    __device__ static uint32 stage(int32 step)
-    {
-        extern __shared__ __align__(128) float stages[];
-        return shared_address(stages) + step % STAGES * STAGE_BYTES;
-    }
-
-    __device__ int32 steps() const { return (width + COLUMNS - 1) / COLUMNS; }
-
-    __device__ void fetch_weights(int32 step) const
-    {
-        const int32 chunk = threadIdx.x % 8, column = step * COLUMNS + chunk * 8;
-        const bool inside = column < width;
-        const uint32 to = stage(step) + place(threadIdx.x / 8, chunk);  // in the other rows too: ROWS_AT_ONCE is even
-#pragma unroll
-        for (int32 i = 0; i < COPIES; ++i)
-            copy_chunk(to + i * ROWS_AT_ONCE * STEP_BYTES, inside ? rows[i] + column : rows[i], inside);
-    }
-
-    // Of x, whose rows that are not there are null, and of the gain.
-    __device__ void fetch_rows(int32 step, const T* const (&x)[X_COPIES], const T* gain) const
-    {
-        const int32 chunk = threadIdx.x % 8, row = threadIdx.x / 8, column = step * COLUMNS + chunk * 8;
-        const bool inside = column < width;
-        const uint32 to = stage(step) + place(ROWS + row, chunk);
-#pragma unroll
-        for (int32 i = 0; i < X_COPIES; ++i)
-            if (x[i]) copy_chunk(to + i * ROWS_AT_ONCE * STEP_BYTES, inside ? x[i] + column : x[i], inside);
-        if (PAIRED && gain && row == 0)
-            copy_chunk(stage(step) + place(ROWS + TOKENS, chunk), inside ? gain + column : gain, inside);
-    }
-
-    __device__ void begin() const
-    {
-        for (int32 step = 0; step < min(STAGES - 1, steps()); ++step) fetch_weights(step);
-    }
-
-    template <typename Input, typename Store>
-    __device__ __forceinline__ void multiply(
-        const T* __restrict__ gain, double eps, int32 tokens, int32 parts, Input input, Store store) const
-    {
-        const int32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const T* x[X_COPIES];
-#pragma unroll
-        for (int32 i = 0; i < X_COPIES; ++i) {
-            const int32 row = threadIdx.x / 8 + i * ROWS_AT_ONCE;
-            x[i] = row < tokens ? input(row) : nullptr;
-        }
-        for (int32 step = 0; step < STAGES - 1; ++step) {
-            if (step < steps()) fetch_rows(step, x, gain);
-            commit_copies();
-        }
-        const int32 share = ((width + STRIDE - 1) / STRIDE + parts - 1) / parts;  // of a part
-        const bool has_gain = PAIRED && gain;
-        // Of a part; and of those before, to which a part's are added when it ends.
-        float sums[TILES][4] = {}, totals[TILES][4] = {}, squares[TILES] = {}, all_squares[TILES] = {};
-        int32 left = share;
-        const auto end_part = [&] {
-            left = share;
-#pragma unroll
-            for (int32 n = 0; n < TILES; ++n) {
-#pragma unroll
-                for (int32 i = 0; i < 4; ++i) totals[n][i] += sums[n][i], sums[n][i] = 0;
-                if (has_gain) {
-                    float square = squares[n];
-                    square += __shfl_xor_sync(ALL_LANES, square, 1);
-                    square += __shfl_xor_sync(ALL_LANES, square, 2);
-                    all_squares[n] += square;
-                    squares[n] = 0;
-                }
-            }
-        };
-        for (int32 step = 0; step < steps(); ++step) {
-            wait_for_copies<STAGES - 2>();
-            // The stage that has come, to all threads, which are through with the one that is filled next.
-            __syncthreads();
-            if (step + STAGES - 1 < steps()) {
-                fetch_weights(step + STAGES - 1);
-                fetch_rows(step + STAGES - 1, x, gain);
-            }
-            commit_copies();
-            const uint32 from = stage(step);
-#pragma unroll
-            for (int32 half = 0; half < HALVES; ++half) {
-                const int32 chunk = half * 4 + lane % 4;
-                const uint4 low = load_shared(from + place(warp * 16 + lane / 4, chunk));
-                const uint4 high = load_shared(from + place(warp * 16 + 8 + lane / 4, chunk));
-                uint4 g = {};
-                if (has_gain) g = load_shared(from + place(ROWS + TOKENS, chunk));
-#pragma unroll
-                for (int32 n = 0; n < TILES; ++n) {
-                    if (n * 8 >= tokens) break;
-                    uint4 own = load_shared(from + place(ROWS + n * 8 + lane / 4, chunk));
-                    if (has_gain) take_gain<T>(own, g, squares[n]);
-                    mma(sums[n], low, high, own, rows[0]);
-                }
-                if (--left == 0) end_part();
-            }
-        }
-        if (left < share) end_part();
-#pragma unroll
-        for (int32 n = 0; n < TILES; ++n) {
-            if (n * 8 >= tokens) break;
-            const float scale = has_gain ? scale_of(all_squares[n], width, eps) : 1.0f;  // of token lane / 4
-#pragma unroll
-            for (int32 i = 0; i < 2; ++i) {
-                const int32 t = n * 8 + lane % 4 * 2 + i, output = first + (PAIRED ? warp * 8 : warp * 16) + lane / 4;
-                float sum = totals[n][i], other = totals[n][i + 2];
-                if (has_gain) {
-                    const float own = __shfl_sync(ALL_LANES, scale, t % 8 * 4);
-                    sum *= own;
-                    other *= own;
-                }
-                if (t >= tokens) continue;
-                if (output < outputs) store(t, output, sum, other);
-                if (!PAIRED && output + 8 < outputs) store(t, output + 8, other, 0.0f);
-            }
-        }
-    }
-};

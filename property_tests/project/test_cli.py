@@ -100,16 +100,31 @@ def test_info_says_whether_what_a_gpu_verified_still_holds(monkeypatch):
     for backend in ("cupy", "numba_cuda"):
         seen = environment.gpu_verification(backend)
         form = (
-            rf"{backend}: [\d,]+ drawn inputs equal, laws \d+ passed, on NVIDIA .*; sources (unchanged|CHANGED) since"
+            rf"{backend}: [\d,]+ drawn inputs equal, laws \d+ passed, on NVIDIA .*; sources (unchanged|CHANGED) since.*"
         )
         assert re.fullmatch(form, seen)
     assert environment.gpu_verification("reference") is None
     said = "timed beside its peers", "decoded beside transformers"
     for what, timed in zip(said, environment.gpu_timings(), strict=True):
-        assert re.fullmatch(rf"cupy: {what} on NVIDIA .*; sources (unchanged|CHANGED) since", timed)
-    monkeypatch.setattr(environment, "kernel_sources_hash", lambda backend: "0")
-    assert str(environment.gpu_verification("numba_cuda")).endswith("sources CHANGED since")
-    assert all(line.endswith("sources CHANGED since") for line in environment.gpu_timings())
+        assert re.fullmatch(rf"cupy: {what} on NVIDIA .*; sources (unchanged|CHANGED) since.*", timed)
+
+
+def test_info_names_the_sources_that_have_changed(monkeypatch):
+    held = environment.kernel_sources("cupy")
+    assert environment._still_holds("cupy", held) == "sources unchanged since"
+    assert environment._still_holds("cupy", {"sources_sha256": "0"}) == "sources CHANGED since"
+    files = environment._kernel_files("cupy")
+    others = files | {"linear.cu": b"another", "a_new_one.py": b""}
+    del others["turn.cuh"]
+    monkeypatch.setattr(environment, "_kernel_files", lambda backend: dict(sorted(others.items())))
+    said = "sources CHANGED since: a_new_one.py, linear.cu, turn.cuh"
+    assert environment._still_holds("cupy", held) == said
+    assert str(environment.gpu_verification("cupy")).partition("; ")[2].startswith("sources CHANGED since")
+    assert all("; sources CHANGED since" in line for line in environment.gpu_timings())
+    monkeypatch.setattr(environment, "_kernel_files", lambda backend: {name: b"" for name in files})
+    told = environment._still_holds("cupy", held)
+    assert told.count(",") == environment.NAMED - 1
+    assert told.endswith(f" and {len(files) - environment.NAMED} more")
 
 
 def test_info_as_json(run):
