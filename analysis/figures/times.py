@@ -90,5 +90,5 @@ def _plain_log_ticks(ax: Axes) -> None:
 
     low, high = ax.get_xlim()
     ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 300 * low else (1.0,)))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1000 else f"{x:.6g}"))
     ax.xaxis.set_minor_formatter(NullFormatter())

@@ -266,6 +266,19 @@ def test_times_are_of_the_calls():
     assert all(t > 0 for t in times.warm)
 
 
+@pytest.mark.parametrize("most", [3.31, 4.0, 8.3, 33.0, 400.0, 2e6])
+def test_ticks_of_times_say_different_numbers(most):
+    ax = figures.plot_times("op", [("a", {"ours": 3.3, "theirs": most})])
+    ax.figure.canvas.draw()
+    low, high = ax.get_xlim()
+    shown = [label.get_text() for label in ax.get_xticklabels() if low <= label.get_position()[0] <= high]
+    shown = [text for text in shown if text]
+    assert len(shown) >= 1
+    assert len(set(shown)) == len(shown)
+    ticks = [x for x in ax.get_xticks() if low <= x <= high]
+    assert [float(text.replace(",", "")) for text in shown] == pytest.approx(ticks, rel=5e-3)
+
+
 def test_figures_show_what_they_are_given():
     ax = figures.plot_times("op", [("a", {"ours": 1.0, "theirs": 20.0}), ("b", {"ours": 2.0})])
     assert figures.find(ax, "ours").get_xdata().tolist() == [1.0, 2.0]
