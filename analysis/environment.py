@@ -175,11 +175,11 @@ def gpu_timings() -> list[str]:
 def _still_holds(backend: str, record: dict[str, Any]) -> str:
     """Whether a record is of the sources that are here, and if not, which files are others."""
     now, then = kernel_sources(backend), record.get("sources")
-    if record["sources_sha256"] == now["sources_sha256"]:
+    if record.get("sources_sha256") == now["sources_sha256"]:
         return "sources unchanged since"
-    if then is None:
-        return "sources CHANGED since"
     files = now["sources"]
+    if not isinstance(then, dict) or then == files:
+        return "sources CHANGED since"
     changed = sorted(name for name in files.keys() | then.keys() if files.get(name) != then.get(name))
     more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
     return f"sources CHANGED since: {', '.join(changed[:NAMED])}{more}"

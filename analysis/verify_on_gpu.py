@@ -109,16 +109,16 @@ def _parts_of(text: str, of: dict[str, Any]) -> dict[str, Any]:
         if header[name] != here:
             raise ValueError(f"{name} was {header[name]!r} there, and is {here!r} now")
     for line in lines:
-        if not isinstance(line, list) or len(line) != 2 or not isinstance(line[0], str) or not _is_result(line[1]):
+        if not isinstance(line, list) or len(line) != 2 or not isinstance(line[0], str) or not _is_result(*line):
             raise ValueError(f"{line!r} is no part")
     return dict(lines)
 
 
-def _is_result(result: Any) -> bool:
-    """Whether it is of drawn inputs, or what the laws or a tool said."""
-    if not isinstance(result, list):
+def _is_result(part: str, result: Any) -> bool:
+    """Whether it is of drawn inputs, or what the laws or a tool said, as the part is."""
+    if part == "laws" or part in TOOLS:
         return isinstance(result, str)
-    return [type(value) for value in result] == [int, int, str]
+    return isinstance(result, list) and [type(value) for value in result] == [int, int, str]
 
 
 def differential(

@@ -22,7 +22,7 @@ LARGE = 1 << 23
 """Elements of a matrix from which tensor cores take it through the ring."""
 BLOCKS_TO_FILL, MOST_SPLIT, LEAST_STEPS = 512, 8, 8
 """Blocks that fill a GPU, for which those of a cluster share the columns where rows are few; the most of a cluster, and
-the fewest steps of STEP_BYTES of a row that each of them has."""
+the fewest steps of STEP_BYTES of a row that a block has on the average."""
 THREADS_AT_ONCE = 512
 """A multiprocessor's, with what registers a thread needs."""
 
@@ -112,10 +112,11 @@ class Form:
 
     def gain(self, gain: Any, dtype: Any) -> Any:
         """A gain as the kernels read it, or, without one, a null pointer."""
-        if gain is None:
-            return np.uintp(0)
-        gain = contiguous(gain, dtype)
-        return gain if self.takes(gain) else gain.copy()
+        return np.uintp(0) if gain is None else self.taken(contiguous(gain, dtype))
+
+    def taken(self, array: Any) -> Any:
+        """Return the array, or a copy of it that lies as loads need it: one may be contiguous and not be aligned."""
+        return array if self.takes(array) else array.copy()
 
     def takes(self, array: Any) -> bool:
         """Whether the rows of x, or a gain, lie as its loads need them."""
@@ -156,8 +157,7 @@ def multiply(
     form = form_of(x, weight, gated=kind == "gated", by_ring=H == 1 and weight.size >= LARGE)
     if form.by_ring and gain is not None:
         x, gain = rms_norm(x, gain, eps=eps), None
-    if not form.takes(x):
-        x = contiguous(x)
+    x = form.taken(x)
     y = empty((M, H, outputs), x.dtype if dtype is None else dtype) if out is None else out
     tile = form.tile(M)
     if tile == form.sizes[-1] and not form.by_ring:

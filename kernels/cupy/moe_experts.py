@@ -41,8 +41,7 @@ def moe_experts(
 
     def multiply(kind: str, source: Any, matrices: Any, rows: int, result: Any, *, normed: bool) -> None:
         form = form_of(source, matrices, long=D * inner >= LONG)
-        if not form.takes(source):
-            source = contiguous(source)
+        source = form.taken(source)
         tile = form.tile(min(M, 8) if FEW * routed >= M * K else M) if form.by_mma else FMA_TILE
         if form.suffix == "f32" and not form.any:
             tile = ONE_TOKEN if M == 1 else FEW_TOKENS

@@ -112,7 +112,8 @@ def test_info_says_whether_what_a_gpu_verified_still_holds(monkeypatch):
 def test_info_names_the_sources_that_have_changed(monkeypatch):
     held = environment.kernel_sources("cupy")
     assert environment._still_holds("cupy", held) == "sources unchanged since"
-    assert environment._still_holds("cupy", {"sources_sha256": "0"}) == "sources CHANGED since"
+    for damaged in ({"sources_sha256": "0"}, {}, held | {"sources_sha256": "0"}, {"sources": ["a"]}, {"sources": "a"}):
+        assert environment._still_holds("cupy", damaged) == "sources CHANGED since"
     files = environment._kernel_files("cupy")
     others = files | {"linear.cu": b"another", "a_new_one.py": b""}
     del others["turn.cuh"]

@@ -100,6 +100,72 @@ def test_a_product_that_cublas_refuses_is_an_error():
         cublas._check(1, "cublasCreate")
 
 
+class Lying:
+    """An array in host memory that says where it lies as CuPy's do."""
+
+    def __init__(self, host):
+        self.host = host
+
+    def __getattr__(self, name):
+        return getattr(self.host, name)
+
+    def __getitem__(self, place):
+        return Lying(self.host[place])
+
+    def __len__(self):
+        return len(self.host)
+
+    @property
+    def data(self):
+        return types.SimpleNamespace(ptr=self.host.ctypes.data)
+
+    def copy(self):
+        return lying(self.host)
+
+
+def lying(values, *, off=0):
+    """A copy of the values, ``off`` bytes from where 16 are aligned."""
+    room = np.zeros(values.nbytes + 64, np.uint8)
+    begin = -room.ctypes.data % 16 + off
+    host = room[begin : begin + values.nbytes].view(values.dtype).reshape(values.shape)
+    host[...] = values
+    return Lying(host)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_rows_that_are_contiguous_and_not_aligned_are_not_loaded_where_they_lie(monkeypatch, dtype, tokens):
+    """Kernels load 16 bytes at once, and what a slice begins with may lie anywhere."""
+    modules = [importlib.import_module(f"ddtree.kernels.cupy.{name}") for name in ("linear", "moe_experts")]
+    launched = []
+    for module in modules:
+        monkeypatch.setattr(module, "launch", lambda program, name, *rest, **_: launched.append((name, rest)))
+        monkeypatch.setattr(module, "empty", lambda shape, dtype: lying(np.zeros(shape, dtype)))
+    monkeypatch.setattr(modules[0], "multiprocessors", lambda: 132)
+
+    def rows_read():
+        return [a.host for _, rest in launched for a in rest if isinstance(a, Lying) and a.shape[-1] == 64]
+
+    x, size = np.ones((tokens, 64), dtype), np.dtype(dtype).itemsize
+    weight = lying(np.ones((40, 64), dtype))
+    for large in (1 << 40, 0):
+        monkeypatch.setattr(modules[0], "LARGE", large)
+        launched.clear()
+        for off in (0, size):
+            modules[0].linear(lying(x, off=off), weight)
+        assert len(launched) == 2
+        assert launched[0][0] == launched[1][0]
+        assert all(array.ctypes.data % 16 == 0 for array in rows_read())
+    launched.clear()
+    ids, weights = lying(np.zeros((tokens, 2), np.int32)), lying(np.ones((tokens, 2), np.float32))
+    matrices = lying(np.ones((3, 80, 64), dtype)), lying(np.ones((3, 64, 40), dtype))
+    if dtype == np.float64:
+        weights = lying(np.ones((tokens, 2)))
+    modules[1].moe_experts(lying(x, off=size), ids, weights, *matrices)
+    assert [name.partition("_")[0] for name, _ in launched] == ["gated", "down", "combine"]
+    assert all(array.ctypes.data % 16 == 0 for array in rows_read() if array.dtype == dtype)
+
+
 def test_without_cublas_it_is_said(monkeypatch):
     runtime = types.SimpleNamespace(runtimeGetVersion=lambda: 99_010)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime)))

@@ -439,6 +439,29 @@ def test_moe_experts(cp, sizes, dtype, case):
             assert_same(alone.get(), got[m : m + 1].get())
 
 
+@DTYPES
+@pytest.mark.parametrize("M", [1, 5, 40])
+def test_rows_that_begin_anywhere_are_multiplied_as_those_that_are_aligned(cp, sizes, dtype, M):
+    rng = np.random.default_rng(12)
+    x, _ = normal(rng, dtype, M, 64)
+    room = cp.zeros(M * 64 + 1, FLOATS[dtype])
+    apart = room[1:].reshape(M, 64)
+    apart[...] = cp.asarray(x)
+    assert apart.flags.c_contiguous
+    assert apart.data.ptr % 16
+    (weight, _), (gate_up, _) = normal(rng, dtype, 40, 64), normal(rng, dtype, 3, 80, 64)
+    down, _ = normal(rng, dtype, 3, 64, 40)
+    expert_ids = cp.asarray(rng.integers(0, 3, (M, 2)).astype(np.int32))
+    weights = cp.ones((M, 2), np.float64 if dtype == "float64" else np.float32)
+    weight, gate_up, down = (cp.asarray(a) for a in (weight, gate_up, down))
+    for run in (
+        lambda x: kernels.linear(x, weight),
+        lambda x: kernels.swiglu(x, gate_up[0], down[0]),
+        lambda x: kernels.moe_experts(x, expert_ids, weights, gate_up, down),
+    ):
+        assert_same(run(apart).get(), run(cp.asarray(x)).get())
+
+
 def test_nan_logits_choose_experts_that_there_are(cp):
     for dtype in (np.float32, np.float64):
         logits = cp.full((2, 32), np.nan, dtype)

@@ -53,7 +53,10 @@ HEADER = json.dumps(OF) + "\n"
         *("[" * 100_000 + "\n", "[1, 2]\n", "nothing\n", "nothing", "{}\n", '{"important": 1}', '"x"\n', "\xff\n"),
         *(
             HEADER + part + "\n"
-            for part in ('"ab"', '{"a": 1, "b": 2}', '["a", 1]', '["a", [1, 2]]', '["a", [1, 2, 3]]')
+            for part in (
+                *('"ab"', '{"a": 1, "b": 2}', '["a", 1]', '["a", [1, 2]]', '["a", [1, 2, 3]]', '["a", "b"]'),
+                *('["laws", [1, 2, "a"]]', '["memcheck", [1, 2, "a"]]', '["memcheck", 1]'),
+            )
         ),
     ],
 )
