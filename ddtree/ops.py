@@ -305,7 +305,8 @@ def verify_attention(
     Returns
     -------
     array, the type of q, shape (B, N, H, C)
-        Zeros in unused slots; NaN where all scores that a node sees are −inf, as a score beyond ±2.3e38 may be taken to be.
+        Zeros in unused slots; NaN where all scores that a node sees are −inf. A kernel may take a score beyond ±2.3e38
+        for infinite.
 
     Raises
     ------
