@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "how_to_get",
     "kernel_sources",
     "kernel_sources_hash",
+    "sources_of",
     "versions",
 ]
 
@@ -144,6 +146,21 @@ def _kernel_files(backend: str) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(files, key=lambda file: file.name)}
 
 
+def sources_of(backend: str, ops: Iterable[str]) -> set[str]:
+    """Names of the files that operations of a backend consist of: of their names, and what these import and include."""
+    files, module, found = _kernel_files(backend), re.escape(BACKENDS[backend].module), set[str]()
+    left = [f"{op}{suffix}" for op in ops for suffix in (".py", ".cu")]
+    while left:
+        name = left.pop()
+        if name in files and name not in found:
+            found.add(name)
+            text = files[name].decode()
+            imported = re.findall(rf"\b{module}\.(\w+)", text)
+            left += [f"{one}{suffix}" for one in imported for suffix in (".py", ".cu")]
+            left += re.findall(r'#include "(\w+\.cuh)"', text)
+    return found
+
+
 def gpu_verification(backend: str) -> str | None:
     """What a backend's kernels were verified on, and whether that still holds; None if there is no record."""
     record = importlib.resources.files(BACKENDS[backend].module) / "verified.json"
@@ -151,7 +168,7 @@ def gpu_verification(backend: str) -> str | None:
         return None
     seen = json.loads(record.read_text(encoding="utf-8"))
     drawn = sum(seen["examples"].values())
-    held = _still_holds(backend, seen)
+    held = _still_holds(backend, seen, sources_of(backend, seen["examples"]))
     return f"{backend}: {drawn:,} drawn inputs equal, laws {seen['laws']}, on {seen['gpu']}, {seen['date']}; {held}"
 
 
@@ -172,8 +189,8 @@ def gpu_timings() -> list[str]:
     return lines
 
 
-def _still_holds(backend: str, record: dict[str, Any]) -> str:
-    """Whether a record is of the sources that are here, and if not, which files are others."""
+def _still_holds(backend: str, record: dict[str, Any], of: Collection[str] | None = None) -> str:
+    """Whether a record is of the sources that are here, all or those ``of`` these names; if not, which are others."""
     now, then = kernel_sources(backend), record.get("sources")
     if record.get("sources_sha256") == now["sources_sha256"]:
         return "sources unchanged since"
@@ -181,6 +198,10 @@ def _still_holds(backend: str, record: dict[str, Any]) -> str:
     if not isinstance(then, dict) or then == files:
         return "sources CHANGED since"
     changed = sorted(name for name in files.keys() | then.keys() if files.get(name) != then.get(name))
+    if of is not None:
+        changed = [name for name in changed if name in of]
+        if not changed:
+            return "sources unchanged since"
     more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
     return f"sources CHANGED since: {', '.join(changed[:NAMED])}{more}"
 

@@ -120,12 +120,37 @@ def test_info_names_the_sources_that_have_changed(monkeypatch):
     monkeypatch.setattr(environment, "_kernel_files", lambda backend: dict(sorted(others.items())))
     said = "sources CHANGED since: a_new_one.py, linear.cu, turn.cuh"
     assert environment._still_holds("cupy", held) == said
-    assert str(environment.gpu_verification("cupy")).partition("; ")[2].startswith("sources CHANGED since")
     assert all("; sources CHANGED since" in line for line in environment.gpu_timings())
     monkeypatch.setattr(environment, "_kernel_files", lambda backend: {name: b"" for name in files})
     told = environment._still_holds("cupy", held)
     assert told.count(",") == environment.NAMED - 1
     assert told.endswith(f" and {len(files) - environment.NAMED} more")
+
+
+def test_a_verification_holds_until_what_it_verified_changes(monkeypatch):
+    verified = environment.sources_of("cupy", OPS)
+    assert {"build_tree.py", "build_tree.cu", "block.cuh", "common.cuh", "cluster.cuh", "program.py"} <= verified
+    assert verified.isdisjoint({"linear.py", "linear.cu", "skinny.cuh", "moe_experts.cu"})
+    assert {"skinny.cuh", "linear.py", "linear.cu", "cublas.py"} <= environment.sources_of("cupy", ["moe_experts"])
+    assert {"jit.py", "visibility_words.py"} <= environment.sources_of("numba_cuda", ["build_tree"])
+    held, files = environment.kernel_sources("cupy"), environment._kernel_files("cupy")
+    for name in ("linear.cu", "moe_experts.py", "skinny.cuh"):
+        monkeypatch.setattr(environment, "_kernel_files", lambda backend, name=name: files | {name: b"another"})
+        assert environment._still_holds("cupy", held, verified) == "sources unchanged since"
+        assert environment._still_holds("cupy", held) == f"sources CHANGED since: {name}"
+    for name in sorted(verified):
+        changed = files | {name: files[name] + b"\n"}
+        monkeypatch.setattr(environment, "_kernel_files", lambda backend, changed=changed: changed)
+        assert environment._still_holds("cupy", held, verified) == f"sources CHANGED since: {name}"
+
+
+def test_launchers_launch_what_they_are_named_after_or_import():
+    files = environment._kernel_files("cupy")
+    programs = {name.removesuffix(".cu") for name in files if name.endswith(".cu")}
+    for name, content in files.items():
+        if name.endswith(".py") and name not in ("__init__.py", "program.py"):
+            launched = set(re.findall(r'"(\w+)"', content.decode())) & programs
+            assert {f"{program}.cu" for program in launched} <= environment.sources_of("cupy", [name[:-3]]), name
 
 
 def test_info_as_json(run):
