@@ -47,6 +47,12 @@ PACKAGES = {
     "torch": ("torch",),
 }
 """Libraries that ddtree works with, and the names under which they may be installed."""
+RECORDS = {
+    "bench.json": "timed beside its peers",
+    "decoding.json": "decoded beside transformers",
+    "soak.json": "soaked",
+}
+"""What was measured on a GPU, by the file of its results."""
 NAMED = 6
 """Files that are named where more have changed."""
 
@@ -168,7 +174,10 @@ def gpu_verification(backend: str) -> str | None:
         return None
     seen = json.loads(record.read_text(encoding="utf-8"))
     drawn = sum(seen["examples"].values())
-    held = _still_holds(backend, seen, sources_of(backend, seen["examples"]))
+    held, whole = _still_holds(backend, seen, sources_of(backend, seen["examples"])), _still_holds(backend, seen)
+    if held != whole and "unchanged" in held:
+        others = whole.removeprefix("sources CHANGED since: ")
+        held = f"sources of these {len(seen['examples'])} operations unchanged since, others CHANGED: {others}"
     return f"{backend}: {drawn:,} drawn inputs equal, laws {seen['laws']}, on {seen['gpu']}, {seen['date']}; {held}"
 
 
@@ -177,12 +186,12 @@ def gpu_timings() -> list[str]:
     lines = []
     results = importlib.resources.files("ddtree.analysis.benchmarks") / "results"
     for folder in sorted(results.iterdir(), key=lambda f: f.name) if results.is_dir() else ():
-        for name, what in (("bench.json", "timed beside its peers"), ("decoding.json", "decoded beside transformers")):
+        for name, what in RECORDS.items():
             if not (folder / name).is_file():
                 continue
             report = json.loads((folder / name).read_text(encoding="utf-8"))
             machine = report["machine"]
-            backend = report.get("backend", machine.get("backend"))
+            backend = report.get("backend") or machine.get("backend") or report["settings"]["backend"]
             gpu = next(line for line in machine["devices"] if line.startswith("GPU")).partition(": ")[2]
             held = _still_holds(backend, machine)
             lines.append(f"{backend}: {what} on {gpu.partition(',')[0]}; {held}")

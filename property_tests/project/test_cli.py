@@ -100,11 +100,12 @@ def test_info_says_whether_what_a_gpu_verified_still_holds(monkeypatch):
     for backend in ("cupy", "numba_cuda"):
         seen = environment.gpu_verification(backend)
         form = (
-            rf"{backend}: [\d,]+ drawn inputs equal, laws \d+ passed, on NVIDIA .*; sources (unchanged|CHANGED) since.*"
+            rf"{backend}: [\d,]+ drawn inputs equal, laws \d+ passed, on NVIDIA .*; "
+            r"sources (unchanged since|CHANGED since.*|of these 8 operations unchanged since, others CHANGED: .+)"
         )
         assert re.fullmatch(form, seen)
     assert environment.gpu_verification("reference") is None
-    said = "timed beside its peers", "decoded beside transformers"
+    said = "timed beside its peers", "decoded beside transformers", "soaked"
     for what, timed in zip(said, environment.gpu_timings(), strict=True):
         assert re.fullmatch(rf"cupy: {what} on NVIDIA .*; sources (unchanged|CHANGED) since.*", timed)
 
